@@ -39,31 +39,57 @@ then another, so that a warp's part of x stays in its registers. Where it is not
 tiles of their own.
 
 Attention: a program has a kv head, 64 columns of its values and, of a text of more than 256 slots,
-a part of these. Then the programs' sums, largest scores and totals are words, too, which all
-programs put together, each some elements of the heads.
+a part of these. Keys and values come through the ring, too, 4,096 / E slots of the cache a slot of
+it, before the query is there: a warp's own loads, asked for as early, would hold up the words that
+it asks for behind them. Where several programs share a head's slots, their sums, largest scores and
+totals are words, which all programs put together, each some elements of the heads.
 
-Measured on an H200, 2026-11-28, us a layer at slot 200, of 12 layers where "*" stands:
+16-bit weights and the cache are rows of a tensor in memory. A copy takes a box of them by a tensor
+map, which has rows of 128 bytes; where these lie in a slot, all banks of shared memory are read at
+once (part_of() in step.cu).
 
-                              launches    one launch
-    Qwen3-30B-A3B, int4 *         28.5    21.6
-    Qwen3-30B-A3B, int8 *         32.3    28.0
-    Qwen3-30B-A3B, bf16 *         47.7    44.3
-    gpt-oss-20b, MXFP4 *          47.2    56.6
-    Llama-3.2-1B, bf16 *          40.0    42.0
-    Llama-2-7B, int4              39.0    36.2    an earlier state, as the next
-    Llama-3.1-8B, int4            39.1    38.5    at slot 2,000 42.0 and 41.8, at 32,000 69.0 and 85.7
+A barrier's parity tells one time round the ring from the next. A squad takes every second slot or
+so, and never waits for a slot while the one that had its place before is still on its way. A warp
+of attention takes every eighth, and asks first which slot a place has (Shared::held).
 
-A mixture's products are small, and gain most. Long texts lose, as two programs read the keys of a
-head, each for half of its values, and wait for them: so why_launches() lets through mixtures alone,
-in int4 and int8, with caches of up to LONGEST slots. Rows of 16 bits are copies of their own, and
-the producer takes 1,000 to 1,400 cycles for 16 KB of them. Mixtral's experts are too wide: their
-inputs leave no room for a ring (stages()).
+Measured on an H200, 2026-11-28, us a layer of the first 12 (7B and 8B: 6, 30B in bf16: 8), as
+scripts/benchmark_step.py prints it:
 
-Where the 21.6 go, by time stamps of a warp of several programs, whose own time is taken off: Qkv 2.0
-with the wait for its input; attention 4.0, in eight programs, of which the way of the keys from
-memory 1.3 and joining the warps 0.9; Wo 1.9; logits 0.7, their sums 1.0 and ranking 1.1; Up 5.0, of
-which 3.2 are its weights, which nobody can know before; Down 4.1; the rest is between them. To ask
-for keys and for the router's weights ahead, into the L2 cache, gained nothing, and is left out since.
+                          slot    launches    one launch
+    Qwen3-30B-A3B, int4    200        28.2    20.4
+                         2,000        32.2    22.7
+                         8,000        39.0    27.2
+    Qwen3-30B-A3B, bf16    200        47.1    39.3
+                         4,000        55.3    43.6
+    Qwen3-30B-A3B, int8    200        32.3    28.0    an earlier state
+    gpt-oss-20b, MXFP4     200        47.2    50.2    an earlier state
+    Llama-3.2-1B, bf16     200        39.5    36.8
+                         8,000        43.9    42.3
+    Llama-2-7B, int4       200        38.6    32.3
+                         2,000        45.2    44.3
+                         8,000        67.0    78.8
+    Llama-3.1-8B, int4     200        38.7    35.4
+                         8,000        47.1    48.6
+                        32,000        69.5    83.9
+    Llama-2-7B, int8       200        56.8    57.9    an earlier state
+    Llama-2-7B, bf16       200       103.6   108.6
+
+A mixture's products are small, and gain most. Of a dense model short texts gain, and long ones lose:
+why_slower() lets through mixtures alone, as far as they were measured. Mixtral's experts are too
+wide: their inputs leave no room for a ring (stages()).
+
+Where the time of a layer of Qwen3-30B-A3B in int4 goes, in us, by time stamps of a warp of several
+programs: Qkv 2.2; attention, in eight programs, 3.7, of which 1.1 for its input, 1.5 for 16 slots of
+the cache a warp and 0.8 to join the warps; Wo 2.6; the router's sums 1.0, and to wait for all of
+them and rank 2.4; Up and Down 4.5 each. What was learned on the way:
+
+- Fewer bytes on their way make words faster: 7B in int4 takes 37.4 us with four slots on their way
+  to each program, 33.8 with two, 32.9 with one while words are awaited and three while products are.
+- A layer's instructions are 100 KB, and come anew in each layer. An H200's multiprocessor runs a
+  straight line of up to 32 KB at one cycle an instruction, up to 128 KB at 2.3, beyond at 5.9. So
+  what runs once a layer costs by its length, most of all where all 16 warps run it.
+- To ask for words less often, or for one of them first, changes nothing; nor does a first run of the
+  same instructions while words are awaited (it costs 2.5 us a layer).
 
 The step is compiled by NVRTC for one model: source() writes its products' sizes and formats as
 structs in front of step.cu, and addresses, which differ from layer to layer, are FIELDS numbers in
@@ -93,7 +119,7 @@ WARPS = 16  # of a program, beside the producer
 # mixture's small products, all the time.
 IN_FLIGHT, IN_FLIGHT_SMALL = (1, 3), (2, 2)
 TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the kernel traps
-LONGEST = 4096  # slots of a cache
+LONGEST = 8192  # slots of a cache: longer ones were not measured
 LEAST_STAGES = 4 + IN_FLIGHT[1]  # of the ring, for two squads of eight warps
 LARGEST_SPLITS, COPIES = 32, 4  # of step.cu
 FIELDS = 30  # of a layer
@@ -138,10 +164,11 @@ class Operation(NamedTuple):
         fields = ", ".join(f"{name} = {int(value)}" for name, value in self.constants())
         return f"struct {self.name} {{ static constexpr int {fields}; }};"
 
-    def why_not(self) -> str | None:
+    def unsaid(self) -> str | None:
+        """Why step.cu has no such product."""
         w = self.w
         scales = w.scales_and_zeros
-        if w.kind not in ("int4", "int8") and self.name != "RouterOp":
+        if w.kind not in ("16-bit", "int8", "int4", "mxfp4"):
             return f"{w.kind} weights"
         if w.perm is not None:
             return "act-order"
@@ -208,6 +235,23 @@ def operations(layer: nn.Module) -> list[Operation] | str:
 
 def why_launches(decoder: nn.Module) -> str | None:
     """Why the layers of a decoder.FusedDecoder take launches of their own; None: they need not."""
+    return unsaid(decoder) or why_slower(decoder)
+
+
+def why_slower(decoder: nn.Module) -> str | None:
+    """Why launches are as fast, of layers that step.cu can say; the docstring has the figures."""
+    first = decoder.layers[0]
+    if not first.feed_forward.experts:
+        return "a dense model"
+    if any(operation.w.kind == "mxfp4" for operation in operations(first)):
+        return "mxfp4 weights"
+    if first.attention.attn.cache.k.shape[2] > LONGEST:
+        return f"a cache of more than {LONGEST:,} slots"
+    return None
+
+
+def unsaid(decoder: nn.Module) -> str | None:
+    """What step.cu has no operation for."""
     model = decoder.model
     first = None
     for layer in decoder.layers:
@@ -215,7 +259,7 @@ def why_launches(decoder: nn.Module) -> str | None:
         if isinstance(found, str):
             return found
         for operation in found:
-            if reason := operation.why_not():
+            if reason := operation.unsaid():
                 return reason
         fused = layer.attention.attn
         attn, rope, cache = fused.attn, fused.attn.rope, fused.cache
@@ -246,16 +290,11 @@ def why_launches(decoder: nn.Module) -> str | None:
             first = these
         if len(eps) > 1 or these != first:
             return "layers that differ"
-        if cache.k.shape[2] > LONGEST:
-            return f"a cache of more than {LONGEST:,} slots"
-    if model.places:
-        return "hidden states that a draft reads"
-    return None if layer.feed_forward.experts else "a dense model"
+    return "hidden states that a draft reads" if model.places else None
 
 
 class Step:
-    """Of a FusedDecoder for which why_launches() is None: its layers' weights, and what its
-    programs share. `programs` of them run at once, each with `memory` bytes of shared memory."""
+    """Of a FusedDecoder for which unsaid() is None: its layers' weights, and what its programs share. `programs` of them run at once, each with `memory` bytes of shared memory."""
 
     def __init__(self, decoder: nn.Module, programs: int, memory: int, warps: int = WARPS):
         layers, self.weight = decoder.layers, decoder.model.embed.weight

@@ -102,9 +102,13 @@ def few_on_cpu(
     )
 
 
-def step_on_cpu(directory: Path, step: Step, x: Tensor, positions: Tensor) -> Tensor:
-    """All of its programs run at once."""
+def step_on_cpu(
+    directory: Path, step: Step, x: Tensor, positions: Tensor, late: int | None = None
+) -> Tensor:
+    """All of its programs run at once. late: milliseconds that a copy of a box may take."""
     macros = step.constants() | dict(WIDTH=step.warps, CLUSTER=step.programs)
+    if late:
+        macros["LATE"] = late
     arguments = step.arguments(x, positions)
     threads = (step.warps + 1) * 32
     sizes = step.programs, threads, step.memory

@@ -35,6 +35,7 @@ SIZES = dict(
 EXPERTS = dict(num_experts=6, num_local_experts=6, num_experts_per_tok=3, moe_intermediate_size=64)
 WIDER = "experts in 16 bits"  # with two squads of warps, and rows of two slots
 GPT_OSS = dict(intermediate_size=64, sliding_window=24, num_key_value_heads=1)
+LONG = dict(head_dim=128, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
 # The kind of model and what its config changes; the format and its groups; the token's position;
 # programs. Of several splits of a text there are at least two programs for each kv head.
 CASES = {
@@ -44,6 +45,7 @@ CASES = {
     "experts": ("qwen3_moe", EXPERTS, "int4", 64, 70, 3),
     WIDER: ("mixtral", EXPERTS | dict(hidden_size=576, intermediate_size=64), None, None, 17, 3),
     "experts in int8": ("qwen3_moe", EXPERTS | dict(hidden_size=288), "int8", None, 33, 3),
+    "round the ring": ("llama", LONG, "int4", 32, 700, 2),
     # With sinks, behind a window and, in splits, without.
     "mxfp4": ("gpt_oss", EXPERTS | GPT_OSS, None, None, 300, 3),
 }
@@ -61,7 +63,7 @@ def loaded(directory, case: str, device: str) -> tuple[Transformer, Transformer,
             X, D, F = part.moe.n_expert, *part.w_down.weight.shape[1:]
             for name, (N, K) in dict(w_gate_up=(2 * F, D), w_down=(D, F)).items():
                 setattr(part, name, random_experts(X, N, K, "mxfp4", 32, "bias", "cpu"))
-    model.setup(320, 1)
+    model.setup(position + 20, 1)
     for layer in model.layers:
         if layer.attn.sinks is not None:
             layer.attn.sinks.data = torch.tensor([7, -4, 6, 5]).to(BF16)
@@ -173,6 +175,23 @@ def test_logits_of_a_stream_that_attention_changes_a_lot(tmp_path, size, device)
 
 
 @torch.no_grad()
+def test_copies_may_come_late_and_in_any_order(tmp_path):
+    """The cache of a text is several times what the ring holds, and a warp takes every eighth slot
+    of seven."""
+    model, exact, position, programs = loaded(tmp_path, "round the ring", "cpu")
+    decoder = use_kernels(model).decoder
+    memory = next(n for n in range(100_000, 232_448, 1000) if stages_of(decoder, programs, n) == 7)
+    step = Step(decoder, programs, memory)
+    x = torch.randn(1, model.config.dim).to(BF16)
+    found = step_on_cpu(tmp_path, step, x, torch.tensor([[position]]), late=1500)
+    assert_close(found, through_layers(exact, x, position), x)
+
+
+def stages_of(decoder: FusedDecoder, programs: int, memory: int) -> int:
+    return Step(decoder, programs, memory).stages()
+
+
+@torch.no_grad()
 def test_tags_begin_anew_before_they_are_too_large(tmp_path):
     """The steps around the one, every 2 ** 32 layers, at which a tag would be 0."""
     model, exact, position, programs = loaded(tmp_path, "groups and norms", "cpu")
@@ -189,9 +208,11 @@ def test_tags_begin_anew_before_they_are_too_large(tmp_path):
     "kind, changes, quantize, sizes, reason",
     [
         ("qwen3_moe", EXPERTS, "int4", {}, None),
-        ("qwen3_moe", EXPERTS, "int4", dict(max_seq_len=5000), "a cache of more than 4,096 slots"),
+        ("qwen3_moe", EXPERTS, "int4", dict(max_seq_len=9000), "a cache of more than 8,192 slots"),
+        ("qwen3_moe", EXPERTS, None, {}, None),
+        ("gpt_oss", EXPERTS | dict(intermediate_size=96), None, {}, "16-bit weights of 96 inputs"),
         ("qwen3", {}, "int4", {}, "a dense model"),
-        ("qwen3", {}, None, {}, "16-bit weights"),
+        ("qwen3", {}, None, {}, "a dense model"),
         ("qwen3_moe", EXPERTS, "int8", {}, None),
         ("qwen3", {}, "int8", {}, "a dense model"),
         ("qwen3", {}, "int4", dict(cache="int8"), "an int8 cache"),
