@@ -45,18 +45,21 @@ CASES = {
     "experts": ("qwen3_moe", EXPERTS, "int4", 64, 70, 3),
     WIDER: ("mixtral", EXPERTS | dict(hidden_size=576, intermediate_size=64), None, None, 17, 3),
     "experts in int8": ("qwen3_moe", EXPERTS | dict(hidden_size=288), "int8", None, 33, 3),
+    "heads of 256": ("qwen3", dict(head_dim=256), "int8", None, 50, 3),
     "round the ring": ("llama", LONG, "int4", 32, 700, 2),
     # With sinks, behind a window and, in splits, without.
     "mxfp4": ("gpt_oss", EXPERTS | GPT_OSS, None, None, 300, 3),
 }
 
 
-def loaded(directory, case: str, device: str) -> tuple[Transformer, Transformer, int, int]:
+def loaded(
+    directory, case: str, device: str, dtype: torch.dtype = BF16
+) -> tuple[Transformer, Transformer, int, int]:
     """A model of random weights over a random cache, and the same in float64."""
     kind, changes, quantize, group, position, programs = CASES[case]
     torch.manual_seed(3)
     make(directory, kind, **SIZES | changes)
-    model = load_checkpoint(directory, torch.device("cpu"), BF16, quantize, group)
+    model = load_checkpoint(directory, torch.device("cpu"), dtype, quantize, group)
     for part in [part for part in model.modules() if type(part) is MoE]:
         part.router.weight.data *= 3  # no choice is a matter of a rounding
         if case == "mxfp4":
@@ -125,6 +128,15 @@ def test_a_step_equals_the_layers_in_float64(tmp_path, case, device):
         for a, b in zip(*([cache.k, cache.v] for cache in caches)):
             torch.testing.assert_close(a.cpu().double(), b, atol=0.03, rtol=0.02)
     assert torch.equal(run(x, position), found)
+
+
+@on_each_device
+@torch.no_grad()
+def test_a_step_in_fp16(tmp_path, device):
+    model, exact, position, programs = loaded(tmp_path, WIDER, device, torch.float16)
+    run = step_of_model(model, programs, tmp_path, WIDER)
+    x = torch.randn(1, model.config.dim).half()
+    assert_close(run(x, position), through_layers(exact, x, position), x)
 
 
 @on_each_device
