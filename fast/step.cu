@@ -75,6 +75,11 @@ __device__ __forceinline__ void arrive_for(u64* b, int warps) {
 __device__ __forceinline__ void prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
+// Another map may have been at the same address, and be remembered (CUDA Programming Guide, "Using
+// TMA to transfer multi-dimensional arrays").
+__device__ __forceinline__ void forget_map(const void* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
@@ -147,6 +152,7 @@ __device__ __forceinline__ void await(u32 (&values)[N], const u64* p, const int 
 }
 
 // A layer's numbers in memory, 8 bytes each, in this order: Step.fields() in step.py writes them.
+// CODES: of 16-bit weights the address of their tensor map; of the router the weights.
 enum { CODES, SCALES, NORM_WEIGHT, BIASES, PER_PRODUCT };
 enum { QKV, WO, ROUTER, UP, DOWN, PRODUCTS };
 enum {
@@ -187,9 +193,15 @@ constexpr int divisor(int x, int y) { return y ? divisor(y, x % y) : x; }  // th
 
 // What follows from a product's struct O: BITS, E2M1, K, N (of its outputs), GROUP (0: one a row),
 // PARTS, FLOAT_SCALES, GATED (1: SiLU, 2: GELU by tanh, 3: MoEConfig.clamp's), EXPERTS, NORM,
-// FLOAT_NORM, BIAS and RESIDUAL. As in gemv.cu: a block is 1 KiB of 16 rows, BLOCK inputs wide; a chunk, the scales of 16 rows for
-// PER_CHUNK blocks; SUMMED, down of a mixture, whose row is the experts' rows one behind the other;
-// SETS, groups whose sums are apart in half a unit.
+// FLOAT_NORM, BIAS and RESIDUAL.
+//
+// As in gemv.cu a block is 1 KiB of 16 rows, BLOCK inputs wide, and a chunk has the scales of 16
+// rows for PER_CHUNK blocks. A unit is two blocks, what a warp multiplies at once. SUMMED is Down
+// of a mixture: its row is the chosen experts' rows one behind the other. SETS: groups of inputs in
+// a block, each with a sum of its own. TILES: of 16 rows of w, 8 of either half if GATED; ALL: of
+// all chosen experts. Of Qwen3-30B-A3B in int4, groups of 128: Up has K 2048, 8 units a row, 96
+// tiles an expert and 768 in all; Down has K 768, 3 units a row, 24 in a row of all experts, and
+// 128 tiles.
 template <class O>
 struct Sizes {
   static constexpr bool PLAIN = O::BITS == 16, GROUPED = O::GROUP > 0;
@@ -238,15 +250,15 @@ static_assert(SLOT >= 16 * 1024);  // of the cache there is no more
 constexpr int MOST_UNITS = largest_of<UnitsOf, OPERATIONS>();
 constexpr int MOST_TILES = largest_of<TilesHere, OPERATIONS>();
 constexpr int QUERIES = HEADS / KV_HEADS;  // of a kv head
-// Attention's tasks have columns of a head's values. What a slot of the ring has of the cache: rows,
-// which 16 of them a warp takes, and bytes of their keys and their values.
+// Attention's tasks have columns of a head's values. What a slot of the ring has of the cache:
+// rows, which 16 of them a warp takes, and bytes of their keys and their values.
 constexpr int COLUMNS = 64, COLUMN_PARTS = HEAD_DIM / COLUMNS;
 constexpr int CACHE_ROWS = 4096 / HEAD_DIM, SLOT_TILES = CACHE_ROWS / 16;
 constexpr int KEY_BYTES = CACHE_ROWS * HEAD_DIM * 2, VALUE_BYTES = CACHE_ROWS * COLUMNS * 2;
 constexpr int PASS = 16 * WARPS;  // slots of the cache that all warps have at once
-// Where 128 bytes are a row, and each has its eight parts of 16 bytes in an order of its own, part i
-// at place i ^ row % 8: lanes that read neighbours of two rows find them in different banks if the
-// rows are four apart.
+// A box lies in rows of 128 bytes, and 16-byte part i of a row at place i ^ row % 8
+// (CU_TENSOR_MAP_SWIZZLE_128B). Eight lanes that read at once have the same four parts of two rows:
+// in rows that differ in bit 2 these lie in different banks, and far_apart() orders rows so.
 __device__ __forceinline__ int far_apart(int row) { return row ^ (row & 1) << 2; }
 __device__ __forceinline__ uint4 part_of(const unsigned char* box, int row, int part) {
   return *(const uint4*)(box + row * 128 + ((part ^ row) & 7) * 16);
@@ -259,7 +271,7 @@ struct Shared {
   float scale[MOST_UNITS];  // what a unit's digits count
   float offset[MOST_UNITS], squares[MOST_UNITS];
   float all_offsets, factor;  // of a product's units; the norm's
-  float entering;             // the mean of the squares of what enters a layer
+  float entering;             // the mean of the squares of what enters a layer, plus eps
   float partial[MOST_TILES][WARPS][16];
   // The residual stream of this program's tiles, over all layers: Wo and Down have the same tiles.
   alignas(16) float residual[TilesHere<Wo>::value][16];
@@ -273,7 +285,8 @@ struct Shared {
   alignas(16) int keys[(RouterOp::N + 31) / 32 * 32];  // ordered as the logits are
 #endif
   u32 tag;
-  int odd;  // whether the step's number is
+  int odd;                 // whether the step's number is
+  int is_first;            // whether the step is the first of its model
   volatile int streaming;  // whether this program's warps multiply
   u64 full[32], empty[32], chosen;
   volatile int held[32];  // which of all slots that ever came or are coming a place of the ring has
@@ -282,9 +295,10 @@ struct Shared {
 constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
                            ? (MEMORY - (int)sizeof(Shared) - 256) / SLOT
                            : 32;
-// A squad waits for up to AT_ONCE = 2 slots behind the last two it had. What had their places must be
-// there, as a barrier's parity tells one time round from the next but not from the one behind; and all
-// but IN_FLIGHT - 1 of the slots before one that is there are there.
+// A barrier's parity tells the n-th use of a place of the ring from the next use, but not from the
+// one behind that. So the use before must have landed when a squad begins to wait for slot n, which
+// is that of slot n - STAGES. The squad had a slot from n - 2 * SQUADS on (AT_ONCE is 2), and when
+// that was asked for, all but IN_FLIGHT - 1 of the slots before it had landed.
 static_assert(STAGES >= 2 * SQUADS + IN_FLIGHT, "the ring does not fit in shared memory");
 static_assert(HEAD_DIM % 64 == 0 && QUERIES <= 8);
 
@@ -292,7 +306,7 @@ struct Program {  // as a warp sees it
   Shared* s;
   unsigned char* ring;
   int warp, lane;
-  int position;  // in the ring, of the next product's first slot
+  int next_slot;  // of the ring, counted from the launch on: the first of the next product
   float eps, limit, alpha;  // of norms; of a gate with MoEConfig.clamp
   __device__ __forceinline__ void reload_ids() {
     const int n = thread_number();
@@ -301,15 +315,10 @@ struct Program {  // as a warp sees it
   }
   __device__ __forceinline__ unsigned char* slot(int at) const { return ring + at % STAGES * SLOT; }
 };
-// This program's number, counted from program `from` on.
-__device__ __forceinline__ int place_from(int from) {
-  const int n = (int)blockIdx.x - from;
-  return n < 0 ? n + (int)gridDim.x : n;
-}
-// How many of `all` this program has: that of its number, and every gridDim.x-th one behind.
+// How many of `all` this program has: that of its number, and every PROGRAMS-th one behind.
 __device__ __forceinline__ int share_of(int all) {
   const int n = blockIdx.x;
-  return n < all ? (all - 1 - n) / (int)gridDim.x + 1 : 0;
+  return n < all ? (all - 1 - n) / PROGRAMS + 1 : 0;
 }
 
 // Words in the order of their numbers, as attention reads them.
@@ -445,7 +454,8 @@ struct Product : Sizes<O> {
     // All |v| are below 2^(exponent - 126).
     const u32 exponent = __reduce_max_sync(~0u, most) >> 23;
     if constexpr (S::PLAIN) {
-      // Three numbers of 16 bits, below 8, whose sum is that of 24.
+      // Three numbers of 16 bits, below 8 so that fp16 has room for the last, whose sum is that
+      // of 24. 200 stands for any exponent where 255 makes the result NaN.
       const float scale = __uint_as_float((256 - (exponent < 255 ? exponent : 200)) << 23);
       v[0] *= scale;
       v[1] *= scale;
@@ -459,7 +469,7 @@ struct Product : Sizes<O> {
       if (lane == 0)
         s.scale[unit] = __uint_as_float(exponent == 255 ? 0x7fc00000 : (exponent - 2) << 23);
     } else {
-      // |v * scale| is below 2^26.
+      // |v * scale| is below 2^26, as the scale is 2^(152 - exponent).
       const float scale = __uint_as_float((127 + 152 - (exponent < 255 ? exponent : 200)) << 23);
       const int c = lane >> 2, column = lane & 3;
       // Which half of the columns this quarter is for, and which of its four chunks.
@@ -679,16 +689,17 @@ struct Product : Sizes<O> {
   template <bool, class A, class B> struct Either { typedef A Type; };
   template <class A, class B> struct Either<false, A, B> { typedef B Type; };
 
-  // Slots of a tile that squads take at once; where one is enough, squads have tiles of their own.
+  // ABREAST squads take a tile's slots at once, and are a team; teams have tiles of their own.
   static constexpr int ABREAST = S::TILE_SLOTS < SQUADS ? S::TILE_SLOTS : SQUADS;
   static constexpr int TEAMS = SQUADS / ABREAST;
   static constexpr int ENTRIES = ABREAST * SQUAD_WARPS;  // sums of a tile and a row in partial
   // Tiles whose instructions need not wait for each other, where a team has many.
   static constexpr int AT_ONCE = TilesHere<O>::value >= 4 * TEAMS ? 2 : 1;
 
-  // This warp's unit of its squad's tiles: of the program's, from number begin on, every by-th one.
-  // nth_slot: which of a tile's slots; at: where the first tile's is in the ring; by_slots: how far
-  // the next tile's is behind. The sums are entry `entry` of partial, new ones or added to.
+  // Multiplies this warp's unit of the program's tiles begin, begin + by, and so on below `here`.
+  // nth_slot: which slot of a tile it is in; at: the slot of tile `begin`; the next tile's is
+  // by_slots later. The sums are entry `entry` of partial, where is_first says that nothing is
+  // there yet.
   static __device__ __forceinline__ void multiply_tiles(const Program& p, int nth_slot, int begin,
                                                         int by, int here, int at, int by_slots,
                                                         int entry, bool is_first) {
@@ -732,7 +743,7 @@ struct Product : Sizes<O> {
   static __device__ __forceinline__ void finish(const Program& p, int t, const Layer& layer,
                                                 int field, u64* out, u32 tag, u16* row_out) {
     Shared& s = *p.s;
-    const int lane = p.lane, r = lane & 15, mine = blockIdx.x + t * gridDim.x;
+    const int lane = p.lane, r = lane & 15, mine = blockIdx.x + t * PROGRAMS;
     const int nth = nth_of(mine, 0), tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
     const int n = O::GATED ? tile * 8 + (r & 7) : tile * 16 + r;  // of the outputs
     const int row = n + (O::GATED && r >= 8 ? O::N : 0);  // of w
@@ -781,13 +792,15 @@ struct Product : Sizes<O> {
                                              const u64* x, u32 x_tag, u64* out, u32 tag,
                                              u16* row_out = nullptr) {
     const int here = share_of(S::ALL), field = which * PER_PRODUCT;
-    if (!here && !MEASURES) return;
+    // Who chooses no experts does not ask how large the stream is: nobody would wait for it.
+    if (!here && !(MEASURES && CHOOSES)) return;
     p.reload_ids();
     const Norm* norm = O::NORM ? layer.at<const Norm>(field + NORM_WEIGHT) : nullptr;
 #pragma unroll 1
     for (int unit = p.warp; unit < S::UNITS; unit += WARPS) prepare(p, unit, x, x_tag, norm);
     meet();
-    if (p.warp == 0) {  // while the weights come: behind the products others wait for what is done
+    // Now, while the first slots come: behind the products all would wait for it.
+    if (p.warp == 0) {
       Shared& s = *p.s;
       s.streaming = 1;
       if (!S::GROUPED && !S::PLAIN) {
@@ -802,23 +815,23 @@ struct Product : Sizes<O> {
         }
       }
     }
-    const int group = p.warp / SQUAD_WARPS;
+    const int squad = p.warp / SQUAD_WARPS;
     if constexpr (TEAMS > 1) {
-      const int nth_slot = group % ABREAST, team = group / ABREAST;
+      const int nth_slot = squad % ABREAST, team = squad / ABREAST;
       if (team < TEAMS)
-        multiply_tiles(p, nth_slot, team, TEAMS, here, p.position + team * ABREAST + nth_slot,
+        multiply_tiles(p, nth_slot, team, TEAMS, here, p.next_slot + team * ABREAST + nth_slot,
                        TEAMS * ABREAST, nth_slot * SQUAD_WARPS + p.warp % SQUAD_WARPS, true);
     } else {
-      int at = p.position;
+      int at = p.next_slot;
 #pragma unroll 1
       for (int first = 0; first < S::TILE_SLOTS; first += ABREAST) {
         const int width = min(ABREAST, S::TILE_SLOTS - first);
-        if (group < width)
-          multiply_tiles(p, first + group, 0, 1, here, at + group, width, p.warp, first == 0);
+        if (squad < width)
+          multiply_tiles(p, first + squad, 0, 1, here, at + squad, width, p.warp, first == 0);
         at += here * width;
       }
     }
-    p.position += here * S::TILE_SLOTS;
+    p.next_slot += here * S::TILE_SLOTS;
     meet();
     if (p.warp == 0) p.s->streaming = 0;
 #pragma unroll 1
@@ -830,21 +843,24 @@ struct Product : Sizes<O> {
 #if CHOSEN
 // A router's logits are sums over the residual stream, of which each program has some rows: it
 // multiplies those and adds what they give to the words of `logits`, one an expert and one more for
-// the squares of the stream. Sums of fixed-point numbers are the same in any order. The lowest bits
-// of a word count what has come; what is no number, or too large, adds so much that no others come
-// near it. A step begins with zeros, as those before and behind have other words (their numbers are even
-// and odd), and within it a layer's sum is what a word grows by. COPIES of each word, which the
-// reader adds, as all programs' additions to one wait for each other.
+// the squares of the stream:
+//
+//     | a sum of 54 bits, with its sign | how many have been added: COUNT_BITS |
+//
+// Sums of fixed-point numbers are the same in any order. STREAM_TILES numbers together stay below
+// 2^(BAD_BIT - 1). What is no number, or is too large, counts 2^BAD_BIT, and all of these fit. The
+// steps with even and odd numbers have words of their own, and each step clears the other's for the
+// next; within a step a layer's sum is what a word has grown by. Of each word there are COPIES,
+// which the reader adds: additions of all programs to one word wait for each other.
 constexpr int STREAM_TILES = Sizes<Wo>::TILES, COUNT_BITS = 10, COPIES = 4;
 constexpr int bits_of(int x) { return x ? 1 + bits_of(x / 2) : 0; }
-// Of a sum above its count, which has 54 bits with its sign.
 constexpr int BAD_BIT = 53 - bits_of(STREAM_TILES), MOST_BIT = BAD_BIT - 1 - bits_of(STREAM_TILES);
 // Below the point, of a logit and of the squares, in units of the stream that enters the layer.
 constexpr int LOGIT_BITS = 22, SQUARES_BITS = 16;
 constexpr int SUMS = RouterOp::N + 1;  // of one copy
 static_assert(STREAM_TILES < 1 << COUNT_BITS);
 
-// The largest power of two below the size of the stream that enters the layer.
+// The largest power of two up to the size of the stream that enters the layer.
 __device__ __forceinline__ float stream_unit(const Program& p) {
   const float rms = sqrtf(fminf(fmaxf(p.s->entering, 1e-30f), 1e30f));
   return __uint_as_float(__float_as_uint(rms) & 0x7f800000);
@@ -873,7 +889,7 @@ __device__ __forceinline__ void add_to_logits(Program& p, const Layer& layer, u6
   meet();  // the rows are there
 #pragma unroll 1
   for (int t = 0; t < here; t++) {
-    const int k = k_here + t * (int)gridDim.x * 16;
+    const int k = k_here + t * PROGRAMS * 16;
     float4 rows = *(const float4*)&s.residual[t][quarter * 4];
     if (p.warp == t % WARPS) {
       float squares = k < D && lane < 4 ? rows.x * rows.x + rows.y * rows.y + rows.z * rows.z +
@@ -931,7 +947,7 @@ __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, c
     const float unit = stream_unit(p);
     const u16* bias = layer.at<const u16>(ROUTER * PER_PRODUCT + BIASES);
     const u64* sums = logits + s.odd * COPIES * SUMS;
-    // First the squares, which programs add last: asking for the others delays those who add.
+    // First the squares alone: asking for all words delays those who still add.
     u64 squares_before = s.before[X];
     const float squares = await_sum(p, sums, X, squares_before);
     const float one =
@@ -994,7 +1010,8 @@ __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, c
 #endif
 
 // Attention's tasks: each is a kv head, COLUMNS of its columns of values, and one of n splits of
-// the slots that a token at `position` sees: PASS of them or fewer, unless programs are short.
+// the cache's slots that a token at `position` sees. A split has up to PASS of them, or more where
+// there are no more programs or LARGEST_SPLITS.
 struct Splits {
   int first, end, chunk, n;
   __device__ __forceinline__ Splits(int position, int window) {
@@ -1003,13 +1020,16 @@ struct Splits {
     n = 1;
     chunk = (end - first + 15) / 16 * 16;
     if (chunk <= PASS) return;
-    const int programs = max(1, (int)gridDim.x / (KV_HEADS * COLUMN_PARTS));
+    const int programs = max(1, PROGRAMS / (KV_HEADS * COLUMN_PARTS));
     n = min(min(LARGEST_SPLITS, programs), (end - first + PASS - 1) / PASS);
     chunk = ((end - first + n - 1) / n + 15) / 16 * 16;
     n = (end - first + chunk - 1) / chunk;
   }
   // The first programs have more of the products' tiles.
-  __device__ __forceinline__ int first_task() const { return place_from(gridDim.x / 2); }
+  __device__ __forceinline__ int first_task() const {
+    const int n = (int)blockIdx.x - PROGRAMS / 2;
+    return n < 0 ? n + PROGRAMS : n;
+  }
   __device__ __forceinline__ int tasks() const { return KV_HEADS * COLUMN_PARTS * n; }
 };
 struct Task {
@@ -1026,6 +1046,23 @@ struct Task {
   }
 };
 
+// The n-th tensor map of a layer: of products with 16-bit weights, of keys and of values.
+constexpr int MAPS = 6;
+template <class O>
+__device__ __forceinline__ const void* map_of(const u64* fields, int which) {
+  return Sizes<O>::PLAIN ? (const void*)fields[which * PER_PRODUCT + CODES] : nullptr;
+}
+__device__ __forceinline__ const void* map_at(const u64* fields, int n) {
+  switch (n) {
+    case 0: return map_of<Qkv>(fields, QKV);
+    case 1: return map_of<Wo>(fields, WO);
+    case 2: return map_of<Up>(fields, UP);
+    case 3: return map_of<Down>(fields, DOWN);
+    case 4: return (const void*)fields[K_MAP];
+    default: return (const void*)fields[V_MAP];
+  }
+}
+
 // The producer: a warp that copies the slots in the order in which they are multiplied. It waits
 // for a free slot, for all but IN_FLIGHT - 1 copies to land and, of a mixture, for the experts.
 struct Producer {
@@ -1035,7 +1072,7 @@ struct Producer {
   // A free slot, of which so many bytes will be copied, once fewer than IN_FLIGHT are on their way:
   // a long queue of copies delays the words that others wait for, so it is shorter while they do.
   __device__ __forceinline__ int begin(int bytes) {
-    const int at = p.position++;
+    const int at = p.next_slot++;
     wait(&p.s->empty[at % STAGES], (at / STAGES & 1) ^ 1);
     const int most = p.s->streaming ? IN_FLIGHT : IN_FLIGHT_WAITING;
     for (; back + most <= at; back++) wait(&p.s->full[back % STAGES], back / STAGES & 1);
@@ -1086,8 +1123,8 @@ struct Producer {
     __syncwarp();
   }
 
-  // Down of a mixture: units of several experts' rows. Lane w has the copies of the units that belong
-  // to the same row as unit w, if that is the first of them.
+  // Down of a mixture: units of several experts' rows. Lane w has the copies of the units that
+  // belong to the same row as unit w, if that is the first of them.
   template <class O>
   __device__ __forceinline__ void feed_summed_slot(const unsigned char* codes,
                                                    const unsigned char* scales, int tile,
@@ -1123,7 +1160,7 @@ struct Producer {
     p.reload_ids();
     const Splits splits(position, (int)(u32)layer.fields[LENGTH_AND_WINDOW]);
 #pragma unroll 1
-    for (int n = splits.first_task(); n < splits.tasks(); n += gridDim.x) {
+    for (int n = splits.first_task(); n < splits.tasks(); n += PROGRAMS) {
       const Task task(n, splits, position);
 #pragma unroll 1
       for (int row = task.begin; row < task.end; row += CACHE_ROWS) {
@@ -1152,7 +1189,7 @@ struct Producer {
       for (int t = 0; t < here; t++)
 #pragma unroll 1
         for (int n = first; n < min(first + P::ABREAST, S::TILE_SLOTS); n++) {
-          const int mine = blockIdx.x + t * gridDim.x;
+          const int mine = blockIdx.x + t * PROGRAMS;
           if constexpr (S::PLAIN) feed_plain_slot<O>(codes, mine, n);
           else if constexpr (S::SUMMED) feed_summed_slot<O>(codes, scales, mine, n);
           else feed_slot<O>(codes, scales, mine, n);
@@ -1161,59 +1198,62 @@ struct Producer {
 
 };
 
-// A head's elements in a lane's hands: EACH neighbours, its partner of the rotation in lane ^ 16.
-constexpr int EACH = HEAD_DIM / 32;
+// A head's elements in a lane's hands: LANE_ELEMENTS neighbours, its partner of the rotation in
+// lane ^ 16.
+constexpr int LANE_ELEMENTS = HEAD_DIM / 32;
 typedef NumberOf<FLOAT_QK_NORM>::Type HeadNorm;
-__device__ __forceinline__ void await_head(float (&x)[EACH], const u64* words, int head, u32 tag,
-                                           int lane) {
-  int at[EACH / 2];
-  u32 pairs[EACH / 2];
+__device__ __forceinline__ void await_head(float (&x)[LANE_ELEMENTS], const u64* words, int head,
+                                           u32 tag, int lane) {
+  int at[LANE_ELEMENTS / 2];
+  u32 pairs[LANE_ELEMENTS / 2];
 #pragma unroll
-  for (int i = 0; i < EACH / 2; i++) at[i] = (head * HEAD_DIM + lane * EACH) / 2 + i;
+  for (int i = 0; i < LANE_ELEMENTS / 2; i++)
+    at[i] = (head * HEAD_DIM + lane * LANE_ELEMENTS) / 2 + i;
   await(pairs, words, at, tag);
 #pragma unroll
-  for (int i = 0; i < EACH; i++)
+  for (int i = 0; i < LANE_ELEMENTS; i++)
     x[i] = i & 1 ? high_number(pairs[i / 2]) : low_number(pairs[i / 2]);
 }
 // RMSNorm and the rotation of a query or key, whose factors are loaded before it is there.
 struct NormAndRope {
-  float norm[EACH], cos[EACH], sin[EACH];
+  float norm[LANE_ELEMENTS], cos[LANE_ELEMENTS], sin[LANE_ELEMENTS];
   __device__ __forceinline__ NormAndRope(const HeadNorm* weight, const float* cosines,
                                          const float* sines, int lane) {
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      norm[i] = QK_NORM ? any_number(weight[lane * EACH + i]) : 1;
-      cos[i] = cosines[lane * EACH + i];
-      sin[i] = sines[lane * EACH + i];
+    for (int i = 0; i < LANE_ELEMENTS; i++) {
+      norm[i] = QK_NORM ? any_number(weight[lane * LANE_ELEMENTS + i]) : 1;
+      cos[i] = cosines[lane * LANE_ELEMENTS + i];
+      sin[i] = sines[lane * LANE_ELEMENTS + i];
     }
   }
-  __device__ __forceinline__ void operator()(float (&x)[EACH], float eps, int lane) const {
+  __device__ __forceinline__ void operator()(float (&x)[LANE_ELEMENTS], float eps, int lane) const {
     if (QK_NORM) {
       float squares = 0;
 #pragma unroll
-      for (int i = 0; i < EACH; i++) squares += x[i] * x[i];
+      for (int i = 0; i < LANE_ELEMENTS; i++) squares += x[i] * x[i];
       const float rms = rsqrtf(all_lanes(squares, add) / HEAD_DIM + eps);
 #pragma unroll
-      for (int i = 0; i < EACH; i++) x[i] = number(rounded(x[i] * rms * norm[i]));
+      for (int i = 0; i < LANE_ELEMENTS; i++) x[i] = number(rounded(x[i] * rms * norm[i]));
     }
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
+    for (int i = 0; i < LANE_ELEMENTS; i++) {
       const float other = __shfl_xor_sync(~0u, x[i], 16);
       x[i] = x[i] * cos[i] + (lane < 16 ? -other : other) * sin[i];
     }
   }
 };
-__device__ __forceinline__ void put_head(u16* to, const float (&x)[EACH], int lane) {
+__device__ __forceinline__ void put_head(u16* to, const float (&x)[LANE_ELEMENTS], int lane) {
 #pragma unroll
-  for (int i = 0; i < EACH; i += 2) ((u32*)to)[(lane * EACH + i) / 2] = pair_of(x[i], x[i + 1]);
+  for (int i = 0; i < LANE_ELEMENTS; i += 2)
+    ((u32*)to)[(lane * LANE_ELEMENTS + i) / 2] = pair_of(x[i], x[i + 1]);
 }
 
 // Attention of a kv head's queries over one split: words of `out`, or, of several splits, `parts`:
-// fp32 [HEADS, LARGEST_SPLITS, HEAD_DIM + 2] sums, largest score and total. Each warp has every
+// [HEADS, LARGEST_SPLITS, HEAD_DIM + 2] of fp32 sums, largest score and total. Each warp has every
 // WARPS-th 16 slots and, as in arXiv 2307.08691, its own largest score; in the end they are joined.
-__device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth,
-                                       const Splits& of, const u64* qkv, u64* parts, u64* out,
-                                       u32 tag, int position, float eps, float scale) {
+__device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, const Splits& of,
+                                       const u64* qkv, u64* parts, u64* out, u32 tag, int position,
+                                       float eps, float scale) {
   p.reload_ids();
   Shared& s = *p.s;
   const int lane = p.lane, warp = p.warp, g = lane >> 2, t = lane & 3;
@@ -1221,7 +1261,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth,
   const int kv = task.kv;
 #pragma unroll 1
   for (int i = warp; i < QUERIES + (task.has_new ? 2 : 0); i += WARPS) {
-    float x[EACH];
+    float x[LANE_ELEMENTS];
     const bool is_query = i < QUERIES, is_key = i == QUERIES;
     const NormAndRope turn(layer.at<const HeadNorm>(is_query ? Q_NORM : K_NORM),
                     layer.at<const float>(COS) + (long long)position * HEAD_DIM,
@@ -1247,15 +1287,15 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth,
   for (int tile = warp; tile < all_tiles; tile += WARPS) {
     const int last = tile == cached ? 0 : task.end - task.begin - tile * 16 - 1;  // that is seen
     const bool is_new = tile == cached;
-    const int at = p.position + tile / SLOT_TILES;
+    const int at = p.next_slot + tile / SLOT_TILES;
     if (!is_new) {
       // A warp takes few of these slots, and may come before the one that had this place is there:
       // a barrier's parity alone would let it through.
       wait_for(s.held[at % STAGES], at);
       wait(&s.full[at % STAGES], at / STAGES & 1);
     }
-    // Behind the last row the last again. Row far_apart(n) is slot n of the tile: lane 4 g + t has
-    // slots g and g + 8, as the left operand has rows.
+    // Row n of the left operand is slot far_apart(n) of the tile's 16, where lane 4 g + t has rows
+    // g and g + 8. Behind the last slot the last is read again, and masked below.
     const unsigned char* box = p.slot(at);
     const unsigned char* keys = is_new ? (const unsigned char*)s.k : box;
     const int bytes = is_new ? COLUMNS * 2 : CACHE_ROWS * 128;  // between 64 columns and the next
@@ -1264,7 +1304,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth,
     float c[4] = {}, d[4] = {};  // of query 2 t + i % 2 and slot g + i / 2 * 8
     const u16* query = s.q[min(g, QUERIES - 1)];
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
+    for (int i = 0; i < LANE_ELEMENTS; i++) {
       // Both operands have their elements in the same other order, which a sum does not see.
       const uint4 q = *(const uint4*)(query + 32 * i + 8 * t);
       const uint4 k0 = part_of(keys + i / 2 * bytes, rows[0], i * 4 + t);
@@ -1272,7 +1312,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth,
       mma(c, {k0.x, k1.x, k0.y, k1.y}, q.x, q.y);
       mma(d, {k0.z, k1.z, k0.w, k1.w}, q.z, q.w);
     }
-    // Columns 8 g to 8 g + 7 of the values of slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+    // Columns 8 g to 8 g + 7 of the values of rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
     const unsigned char* values =
         is_new ? (const unsigned char*)(s.v + task.part * COLUMNS) : box + KEY_BYTES;
     uint4 value[4];
@@ -1281,10 +1321,11 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth,
       value[j] = part_of(values, row + min(j / 2 * 8 + far_apart(2 * t + j % 2), last), g);
     if (!is_new) {
       __syncwarp();
-      // For the warps that have none of this slot, the one with its last tile.
-      constexpr int EACH_FOR = SQUAD_WARPS / SLOT_TILES;
+      // A slot has SLOT_TILES tiles, and wants SQUAD_WARPS arrivals. The warp of the text's last
+      // tile arrives for those, too, that the text does not have.
+      constexpr int ARRIVALS = SQUAD_WARPS / SLOT_TILES;
       const int more = tile + 1 == cached ? SLOT_TILES - 1 - tile % SLOT_TILES : 0;
-      if (lane == 0) arrive_for(&s.empty[at % STAGES], EACH_FOR * (1 + more));
+      if (lane == 0) arrive_for(&s.empty[at % STAGES], ARRIVALS * (1 + more));
     }
     float most[2] = {largest[0], largest[1]};
 #pragma unroll
@@ -1346,11 +1387,12 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth,
     }
   }
   meet();
-  p.position += (cached + SLOT_TILES - 1) / SLOT_TILES;
+  p.next_slot += (cached + SLOT_TILES - 1) / SLOT_TILES;
   if (warp == 0) s.streaming = 0;
   const u16* sinks = SINKS ? layer.at<const u16>(SINK) : nullptr;
   const int busy = min(WARPS, all_tiles);  // warps
-  // A warp has 32 columns of a head: lane 8 a + b columns 4 b to 4 b + 3 of every fourth warp's sums.
+  // A warp has 32 columns of a head: lane 8 a + b columns 4 b to 4 b + 3 of every fourth warp's
+  // sums.
 #pragma unroll 1
   for (int i = warp; i < QUERIES * (COLUMNS / 32); i += WARPS) {
     const int h = i / (COLUMNS / 32), first = i % (COLUMNS / 32) * 32, head = kv * QUERIES + h;
@@ -1382,9 +1424,11 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth,
       y[n] += __shfl_xor_sync(~0u, y[n], 16);
     }
     if (of.n == 1) {
-      const float one = __fdividef(1, all), low = quarter ? y[2] : y[0], high = quarter ? y[3] : y[1];
+      const float one = __fdividef(1, all), low = quarter ? y[2] : y[0],
+                  high = quarter ? y[3] : y[1];
       const int at = head * HEAD_DIM + task.part * COLUMNS + column + 2 * quarter;
-      if (quarter < 2) poke(out + Product<Wo>::word(0, at), word_of(pair_of(low * one, high * one), tag));
+      if (quarter < 2)
+        poke(out + Product<Wo>::word(0, at), word_of(pair_of(low * one, high * one), tag));
     } else {
       u64* to = parts + (head * LARGEST_SPLITS + task.split) * (HEAD_DIM + 2);
       const float mine = quarter < 2 ? (quarter ? y[1] : y[0]) : quarter == 2 ? y[2] : y[3];
@@ -1403,8 +1447,8 @@ __device__ __forceinline__ void combine(Program& p, const Layer& layer, int n, c
   const u16* sinks = SINKS ? layer.at<const u16>(SINK) : nullptr;
   const int lane = p.lane;
 #pragma unroll 1
-  for (int i = blockIdx.x + gridDim.x * p.warp; i < HEADS * EACH; i += gridDim.x * WARPS) {
-    const int head = i / EACH, e = i % EACH * 32 + lane;
+  for (int i = blockIdx.x + PROGRAMS * p.warp; i < HEADS * LANE_ELEMENTS; i += PROGRAMS * WARPS) {
+    const int head = i / LANE_ELEMENTS, e = i % LANE_ELEMENTS * 32 + lane;
     const u64* from = parts + head * LARGEST_SPLITS * (HEAD_DIM + 2);
     const int of_split = lane * (HEAD_DIM + 2) + HEAD_DIM;
     const int ends[2] = {lane < n ? of_split : -1, lane < n ? of_split + 1 : -1};
@@ -1447,7 +1491,6 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
   unsigned char* const memory = shared_memory();
   Shared& s = *(Shared*)(memory + STAGES * SLOT);
   Program p{&s, memory, (int)threadIdx.x / 32, lane, 0, eps, limit, alpha};
-  wait_for_kernel_before();
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       init(&s.full[i], 1);
@@ -1457,15 +1500,16 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
     init(&s.chosen, 1);
     barriers_are_ready();
     // The first layer's. No layer's is 0, which says that there is none.
-    const u64 step = atomicAdd(started, 1ull) / gridDim.x;
+    const u64 step = atomicAdd(started, 1ull) / PROGRAMS;
     s.tag = (u32)(step % (0xFFFFFFFFu / LAYERS - 1)) * LAYERS + 1;
     s.odd = step & 1;
+    s.is_first = step == 0;
     s.streaming = 0;
   }
   if (threadIdx.x < 2 * FIELDS)
     s.fields[threadIdx.x / FIELDS][0][threadIdx.x % FIELDS] = layers[threadIdx.x % FIELDS];
   for (int t = p.warp; t < share_of(Sizes<Wo>::ALL); t += WARPS + 1) {
-    const int n = (blockIdx.x + t * gridDim.x) * 16 + lane;
+    const int n = (blockIdx.x + t * PROGRAMS) * 16 + lane;
     if (lane < 16) s.residual[t][lane] = n < D ? number(x[n]) : 0;
   }
 #if CHOSEN
@@ -1481,10 +1525,24 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
   const int position = (int)positions[0];
 
   // Both loops have the same products in the same order, as a slot of the ring is known by its
-  // number alone. Another product is a line in each, its place in the enum above and in OPERATIONS,
-  // its words among the arguments, and in step.py a line in operations(), in Step's words and in
-  // fields(). Its words must be on the chain that step.py's docstring describes.
+  // number alone. What another product takes:
+  //  1. a place in the enum PRODUCTS and in OPERATIONS, a line in each of the loops, and in
+  //  map_at();
+  //  2. in step.py a line in operations(), its place in fields(), and FIELDS, which the enum
+  //  counts; a
+  //     lane copies one field, so with more than 32 both copy_word() take a loop;
+  //  3. a row of words: among Step's, which stand in the order of this function's parameters, and
+  //  in
+  //     tests/fast/cuda_on_cpu.h, which calls it; on the chain that step.py's docstring describes;
+  //  4. RESIDUAL means that its tiles are Wo's, whose rows of the stream s.residual has; MEASURES,
+  //  that
+  //     it is Qkv.
   if (p.warp == WARPS) {
+    if (s.is_first && lane < MAPS)
+#pragma unroll 1
+      for (int i = 0; i < LAYERS; i++)
+        if (const void* map = map_at(layers + i * FIELDS, lane)) forget_map(map);
+    __syncwarp();
     Producer producer{p};
 #pragma unroll 1
     for (int i = 0; i < LAYERS; i++) {
@@ -1501,14 +1559,8 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
       wait_for_copies();
       __syncwarp();
       // The next layer's maps come while these weights do.
-      if (i + 1 < LAYERS) {
-        const u64* next = s.fields[0][(i + 1) % 2];
-        if (lane == 0 && Sizes<Qkv>::PLAIN) prefetch_map((void*)next[QKV * PER_PRODUCT + CODES]);
-        if (lane == 1 && Sizes<Wo>::PLAIN) prefetch_map((void*)next[WO * PER_PRODUCT + CODES]);
-        if (lane == 2 && Sizes<Up>::PLAIN) prefetch_map((void*)next[UP * PER_PRODUCT + CODES]);
-        if (lane == 3 && Sizes<Down>::PLAIN) prefetch_map((void*)next[DOWN * PER_PRODUCT + CODES]);
-        if (lane == 4 || lane == 5) prefetch_map((void*)next[lane == 4 ? K_MAP : V_MAP]);
-      }
+      if (i + 1 < LAYERS && lane < MAPS)
+        if (const void* map = map_at(s.fields[0][(i + 1) % 2], lane)) prefetch_map(map);
       producer.feed<Down>(layer, DOWN);
     }
     return;
@@ -1525,7 +1577,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
       copy_word(&s.fields[1][(i + 1) % 2][lane], layers + (i + 1) * FIELDS + lane);
     const Splits splits(position, (int)(u32)layer.fields[LENGTH_AND_WINDOW]);
 #pragma unroll 1
-    for (int task = splits.first_task(); task < splits.tasks(); task += gridDim.x) {
+    for (int task = splits.first_task(); task < splits.tasks(); task += PROGRAMS) {
       if (task != splits.first_task()) meet();  // all warps have put the task before together
       attend(p, layer, task, splits, qkv, parts, attended, tag, position, qk_eps, scale);
     }

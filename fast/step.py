@@ -8,24 +8,31 @@ multiprocessor runs through all layers. Its last warp, the producer, copies the 
 product after the other into a ring in shared memory, before their inputs are there; so while the
 other warps wait for these, the next weights come in:
 
-    producer       Qkv ....  Wo ....      (waits)      Up .......  Down ....  Qkv ....
-    other warps    Qkv   attention  Wo   logits, top   Up          Down
+    producer       Qkv ....  cache ....  Wo ....  (waits)      Up .......  Down ....  Qkv ....
+    other warps    Qkv       attention   Wo       logits, top  Up          Down
 
 Of a mixture the producer waits once a layer: for the experts, whose weights it then copies. A
 router is no product of its own, as that would take one more exchange: who has rows of the stream
-multiplies them by the router's weights, and adds fixed-point numbers to a word an expert, whose sum
-does not depend on the order. Each program then ranks the experts by itself.
+multiplies them by the router's weights, and adds fixed-point numbers to words that each expert has,
+whose sum does not depend on the order. Each program then ranks the experts by itself.
 
 What one program computes the others read as words of 64 bits, 32 of numbers and 32 of a tag, which
 is another one in each layer and step: a word tells by itself that it is there, without a fence, a
-barrier of all programs or anything to clear. A word is written again a layer later, when all
-programs have read it: who writes words of a product has read a whole row that was made of another
-whole row, and so on along
+barrier of all programs or anything to clear. A layer later the word is written again. By then all
+that read it are done: a program writes a word only after it has read words to which each of these
+programs had added something after its reading. Step by step:
 
-    qkv -> (parts) -> attended -> middle, (sums of logits) -> gated -> ends -> the next layer's qkv
+    row            who writes it                  what they have read
+    qkv            programs with tiles of Qkv     ends, all of it
+    parts          those of a head's splits       qkv, the head's
+    attended       of attention's tasks, or all   qkv, the head's, or its parts
+    middle, sums   programs with tiles of Wo      attended, all of it
+    gated          programs with tiles of Up      middle, all of it, and the sums
+    ends           programs with tiles of Down    gated, all of it
 
-back to that product; a program that had not read the old word would have left one of these rows
-incomplete. A new kind of word must be on this chain. The sums of logits are added to, not written:
+So a program that has not read the last layer's qkv, say, has not written its part of attended,
+without which there is no middle, and so on to the next qkv. A new kind of word must be on this
+chain, and a program that reads words must write some. The sums of logits are added to, not written:
 a layer's are what they grow by.
 
 Nothing hangs: the launch is cooperative, so that all programs run; each wait is for something
@@ -48,12 +55,13 @@ totals are words, which all programs put together, each some elements of the hea
 map, which has rows of 128 bytes; where these lie in a slot, all banks of shared memory are read at
 once (part_of() in step.cu).
 
-A barrier's parity tells one time round the ring from the next. A squad takes every second slot or
-so, and never waits for a slot while the one that had its place before is still on its way. A warp
-of attention takes every eighth, and asks first which slot a place has (Shared::held).
+A barrier's parity tells one use of a place in the ring from the next, not from the one behind that.
+A squad takes every slot or every second, and the ring is long enough for that (STAGES in step.cu).
+A warp of attention takes every eighth slot where E is 128, and asks first which slot a place has
+(Shared::held).
 
-Measured on an H200, 2026-11-28, us a layer of the first 12 (7B and 8B: 6, 30B in bf16: 8), as
-scripts/benchmark_step.py prints it:
+Measured on an H200, 2026-11-28, at 104cc35, the way of scripts/benchmark_step.py: us a layer, of the
+first 12 (8 of Qwen3-30B-A3B in bf16, 6 of 8B and of 7B, 4 of 7B in bf16):
 
                           slot    launches    one launch
     Qwen3-30B-A3B, int4    200        28.2    20.4
@@ -74,22 +82,23 @@ scripts/benchmark_step.py prints it:
     Llama-2-7B, int8       200        56.8    57.9    an earlier state
     Llama-2-7B, bf16       200       103.6   108.6
 
-A mixture's products are small, and gain most. Of a dense model short texts gain, and long ones lose:
-why_slower() lets through mixtures alone, as far as they were measured. Mixtral's experts are too
-wide: their inputs leave no room for a ring (stages()).
+A mixture's products are small, and gain most. Of a dense model short texts gain, and long ones
+lose: why_slower() lets through mixtures alone, with caches as long as one was measured. Mixtral's
+experts are too wide: their inputs leave no room for a ring (stages()).
 
-Where the time of a layer of Qwen3-30B-A3B in int4 goes, in us, by time stamps of a warp of several
-programs: Qkv 2.2; attention, in eight programs, 3.7, of which 1.1 for its input, 1.5 for 16 slots of
-the cache a warp and 0.8 to join the warps; Wo 2.6; the router's sums 1.0, and to wait for all of
-them and rank 2.4; Up and Down 4.5 each. What was learned on the way:
+Where the time of a layer of Qwen3-30B-A3B in int4 went when it took 21.4 us, by time stamps of a
+warp of several programs, in us: Qkv 2.2; attention, in eight programs, 3.7, of which 1.1 for its
+input, 1.5 for 16 slots of the cache a warp and 0.8 to join the warps; Wo 2.6; the router's sums
+1.0, and to wait for all of them and rank 2.4; Up and Down 4.5 each. What was learned on the way:
 
-- Fewer bytes on their way make words faster: 7B in int4 takes 37.4 us with four slots on their way
-  to each program, 33.8 with two, 32.9 with one while words are awaited and three while products are.
+- Fewer bytes on their way make words faster: 7B in int4 took 37.4 us with four slots on their way
+  to each program, 33.8 with two, 32.9 with one while it waits for words and three while it
+  multiplies.
 - A layer's instructions are 100 KB, and come anew in each layer. An H200's multiprocessor runs a
   straight line of up to 32 KB at one cycle an instruction, up to 128 KB at 2.3, beyond at 5.9. So
   what runs once a layer costs by its length, most of all where all 16 warps run it.
-- To ask for words less often, or for one of them first, changes nothing; nor does a first run of the
-  same instructions while words are awaited (it costs 2.5 us a layer).
+- To ask for words less often, or for one of them first, changes nothing. To run through the same
+  instructions once while words are awaited costs 2.5 us a layer.
 
 The step is compiled by NVRTC for one model: source() writes its products' sizes and formats as
 structs in front of step.cu, and addresses, which differ from layer to layer, are FIELDS numbers in
@@ -119,7 +128,7 @@ WARPS = 16  # of a program, beside the producer
 # mixture's small products, all the time.
 IN_FLIGHT, IN_FLIGHT_SMALL = (1, 3), (2, 2)
 TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the kernel traps
-LONGEST = 8192  # slots of a cache: longer ones were not measured
+LONGEST = 8192  # slots of a mixture's cache: longer ones were not measured
 LEAST_STAGES = 4 + IN_FLIGHT[1]  # of the ring, for two squads of eight warps
 LARGEST_SPLITS, COPIES = 32, 4  # of step.cu
 FIELDS = 30  # of a layer
@@ -239,13 +248,14 @@ def why_launches(decoder: nn.Module) -> str | None:
 
 
 def why_slower(decoder: nn.Module) -> str | None:
-    """Why launches are as fast, of layers that step.cu can say; the docstring has the figures."""
+    """Why layers that step.cu can say keep their launches: these are faster, at least in long
+    texts, or nobody measured it."""
     first = decoder.layers[0]
     if not first.feed_forward.experts:
         return "a dense model"
     if any(operation.w.kind == "mxfp4" for operation in operations(first)):
         return "mxfp4 weights"
-    if first.attention.attn.cache.k.shape[2] > LONGEST:
+    if max(layer.attention.attn.cache.k.shape[2] for layer in decoder.layers) > LONGEST:
         return f"a cache of more than {LONGEST:,} slots"
     return None
 
@@ -253,6 +263,8 @@ def why_slower(decoder: nn.Module) -> str | None:
 def unsaid(decoder: nn.Module) -> str | None:
     """What step.cu has no operation for."""
     model = decoder.model
+    if model.embed.weight.dtype not in (torch.bfloat16, torch.float16):
+        return f"numbers of {8 * model.embed.weight.dtype.itemsize} bits"
     first = None
     for layer in decoder.layers:
         found = operations(layer)
@@ -294,7 +306,8 @@ def unsaid(decoder: nn.Module) -> str | None:
 
 
 class Step:
-    """Of a FusedDecoder for which unsaid() is None: its layers' weights, and what its programs share. `programs` of them run at once, each with `memory` bytes of shared memory."""
+    """Of a FusedDecoder for which unsaid() is None: its layers' weights, and what its programs
+    share. `programs` of them run at once, each with `memory` bytes of shared memory."""
 
     def __init__(self, decoder: nn.Module, programs: int, memory: int, warps: int = WARPS):
         layers, self.weight = decoder.layers, decoder.model.embed.weight
@@ -352,7 +365,7 @@ class Step:
         E, queries = attn.head_dim, attn.sizes[0] // attn.sizes[1]
         # As struct Shared has it: of a unit sums, scale, offset and squares; of a tile partial and
         # residual; of a warp and query 64 + 4 sums, largest and total; 2,048 for the rest.
-        rest = max(inputs) + 84 * max(units) + 64 * max(tiles) * (self.warps + 1)
+        rest = max(inputs) + 76 * max(units) + 64 * max(tiles) * (self.warps + 1)
         rest += (
             self.warps * queries * (4 * 68 + 8) + 2 * E * (queries + 2) + 2048 + 12 * (experts + 32)
         )
