@@ -354,7 +354,17 @@ struct Product : Sizes<O> {
                                                     (lane & 3) * 2 + (n & 1));
   }
 
-  // A lane's digits of a unit as the right operands of its products: b[m][register][high or low].
+  // A lane's digits of a unit as the right operands of its four products: b[m][register][nibble], or
+  // of MXFP4, whose codes become bytes, [half of a word]. Column n below 4 has digit n of one
+  // group's inputs, column 4 + n that of another's, and each is 0 where the other has its inputs, so
+  // that one accumulator keeps two groups apart:
+  //
+  //     SETS 1: blocks 0 and 1, which have products m 0, 1 and 2, 3
+  //     SETS 2: of block m / 2 the groups 0 and 1, which have the even and the odd m
+  //     SETS 4: of product m the inputs of registers 0 and 1
+  //
+  // A byte of int4 codes is low + 16 high, for inputs l and h. No code is shifted, as
+  // (low + 16 high) h + low (16 l - h) = 16 (low l + high h).
   struct Operands {
     u32 b[4][2][2];
     __device__ __forceinline__ Operands(const Shared& s, int unit, int lane) {
@@ -374,10 +384,10 @@ struct Product : Sizes<O> {
 #pragma unroll
         for (int r = 0; r < 2; r++)
 #pragma unroll
-          for (int kind = 0; kind < DIGIT_WORDS / 4; kind++) {
+          for (int nibble = 0; nibble < DIGIT_WORDS / 4; nibble++) {
             const int q = SETS == 1 ? (m & 1) * 2 + r : SETS == 2 ? (m >> 1) * 2 + r : m;
             const bool mine = half == (SETS == 1 ? m >> 1 : SETS == 2 ? m & 1 : r);
-            b[m][r][kind] = mine ? d[q][kind] : 0;
+            b[m][r][nibble] = mine ? d[q][nibble] : 0;
           }
     }
   };
@@ -487,13 +497,13 @@ struct Product : Sizes<O> {
                            : 16 * __float2int_rn(v[i] * scale) - high[j];
         }
 #pragma unroll
-        for (int kind = 0; kind < 2; kind++) {
+        for (int nibble = 0; nibble < 2; nibble++) {
 #pragma unroll
-          for (int j = 0; j < 4; j++) rows[j] = to_digits(kind ? low[j] : high[j]);
+          for (int j = 0; j < 4; j++) rows[j] = to_digits(nibble ? low[j] : high[j]);
           transpose(rows, d);
 #pragma unroll
           for (int n = 0; n < 4; n++)
-            digits[(half * 16 + n * 4 + column) * DIGIT_WORDS + q * 2 + kind] = d[n];
+            digits[(half * 16 + n * 4 + column) * DIGIT_WORDS + q * 2 + nibble] = d[n];
         }
       } else {
 #pragma unroll
@@ -505,12 +515,12 @@ struct Product : Sizes<O> {
       __syncwarp();
       const Operands o(s, unit, lane);
       const u32 ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
-      const u32 both[4] = {0x11111111u, 0x11111111u, 0x11111111u, 0x11111111u};
+      const u32 nibbles[4] = {0x11111111u, 0x11111111u, 0x11111111u, 0x11111111u};  // ones
       int c4[4][4] = {};  // each m has its own, as a chain of products is slow
 #pragma unroll
       for (int m = 0; m < 4; m++) {
         if constexpr (O::BITS == 4) {
-          imma(c4[m], O::E2M1 ? ones : both, o.b[m][0][0], o.b[m][1][0]);
+          imma(c4[m], O::E2M1 ? ones : nibbles, o.b[m][0][0], o.b[m][1][0]);
           imma(c4[m], ones, o.b[m][0][1], o.b[m][1][1]);
         } else {
           imma(c4[m], ones, o.b[m][0][0], o.b[m][1][0]);
@@ -582,11 +592,11 @@ struct Product : Sizes<O> {
                                                       const u32 (&b)[2][2]) {
     if constexpr (O::E2M1) {
 #pragma unroll
-      for (int kind = 0; kind < 2; kind++) {
+      for (int nibble = 0; nibble < 2; nibble++) {
         u32 bytes[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) bytes[i] = to_bytes(a[i] >> 16 * kind);
-        imma(kind ? d : c, bytes, b[0][kind], b[1][kind]);
+        for (int i = 0; i < 4; i++) bytes[i] = to_bytes(a[i] >> 16 * nibble);
+        imma(nibble ? d : c, bytes, b[0][nibble], b[1][nibble]);
       }
     } else {
       imma(c, a, b[0][0], b[1][0]);
