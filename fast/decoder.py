@@ -28,6 +28,7 @@ keeps its kernels.
 Shapes: as in model.py, and M = B x T rows.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -626,7 +627,23 @@ class FusedDecoder(nn.Module):
         weight, vocab_size = self.model.embed.weight, self.model.config.vocab_size
         zeros = torch.zeros(rows, 1, dtype=torch.long, device=weight.device)
         logits = torch.zeros(rows, vocab_size, dtype=weight.dtype, device=weight.device)
-        return [partial(self, zeros, zeros), partial(choose, logits, settings)]
+
+        def forward() -> None:
+            if rows == 1 and self.one_row is not None:
+                self.try_one_row()
+            self(zeros, zeros)
+
+        return [forward, partial(choose, logits, settings)]
+
+    def try_one_row(self) -> None:
+        """Compiles the kernel of all layers. Where that fails, or the GPU cannot hold it, layers have
+        launches of their own, and a line on stderr says why."""
+        try:
+            self.one_row.check()
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            print(f"a layer has launches of its own, which is slower: {why}", file=sys.stderr)
+            self.one_row = None
 
     @contextmanager
     def beside(self, functions: list[Callable]) -> Iterator[None]:

@@ -79,6 +79,21 @@ def compile_cuda(source: str, options: list[str]) -> bytes:
     return cubin.raw
 
 
+def check_holds(function: ctypes.c_void_p, threads: int, shared_bytes: int) -> None:
+    """RuntimeError if a multiprocessor cannot hold a program of this function."""
+    count, cuda = ctypes.c_int(), driver()
+    sizes = threads, ctypes.c_size_t(shared_bytes)
+    check(
+        cuda,
+        cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(count), function, *sizes),
+    )
+    if count.value < 1:
+        raise RuntimeError(
+            f"a multiprocessor of this GPU cannot hold {threads} threads with {shared_bytes} bytes of "
+            "shared memory"
+        )
+
+
 def load(cubin: bytes, name: str, shared_bytes: int) -> ctypes.c_void_p:
     """The function of that name, which may have so many bytes of shared memory."""
     cuda, module, function = driver(), ctypes.c_void_p(), ctypes.c_void_p()

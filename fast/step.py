@@ -466,6 +466,10 @@ class Step:
         options = nvrtc.options_for(10 * major + minor, {})
         return nvrtc.load(nvrtc.compile_cuda(self.source(), options), "whole_step", self.memory)
 
+    def check(self) -> None:
+        """RuntimeError if the kernel does not compile, or a multiprocessor cannot hold a program."""
+        nvrtc.check_holds(self.kernel, (self.warps + 1) * 32, self.memory)
+
     def launch(self, x: Tensor, positions: Tensor) -> Tensor:
         arguments = self.arguments(x, positions)
         threads = (self.warps + 1) * 32
