@@ -289,7 +289,7 @@ struct Shared {
   int is_first;            // whether the step is the first of its model
   volatile int streaming;  // whether this program's warps multiply
   u64 full[32], empty[32], chosen;
-  volatile int held[32];  // which of all slots that ever came or are coming a place of the ring has
+  volatile int held[32];  // of each place of the ring, the number of the slot that has it
   u64 fields[2][2][FIELDS];  // the producer's, and the others'; of layers with even and odd numbers
 };
 constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
@@ -354,10 +354,10 @@ struct Product : Sizes<O> {
                                                     (lane & 3) * 2 + (n & 1));
   }
 
-  // A lane's digits of a unit as the right operands of its four products: b[m][register][nibble], or
-  // of MXFP4, whose codes become bytes, [half of a word]. Column n below 4 has digit n of one
-  // group's inputs, column 4 + n that of another's, and each is 0 where the other has its inputs, so
-  // that one accumulator keeps two groups apart:
+  // A lane's digits of a unit as the right operands of its four products: b[m][register][nibble].
+  // MXFP4's codes become bytes first, and instead of a nibble there is a half of a word. Column n
+  // below 4 has digit n of one group's inputs, and column 4 + n that of another's. Each is 0 where
+  // the other has its inputs, so that one accumulator keeps two groups apart:
   //
   //     SETS 1: blocks 0 and 1, which have products m 0, 1 and 2, 3
   //     SETS 2: of block m / 2 the groups 0 and 1, which have the even and the odd m
@@ -1536,17 +1536,13 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
 
   // Both loops have the same products in the same order, as a slot of the ring is known by its
   // number alone. What another product takes:
-  //  1. a place in the enum PRODUCTS and in OPERATIONS, a line in each of the loops, and in
-  //  map_at();
-  //  2. in step.py a line in operations(), its place in fields(), and FIELDS, which the enum
-  //  counts; a
-  //     lane copies one field, so with more than 32 both copy_word() take a loop;
-  //  3. a row of words: among Step's, which stand in the order of this function's parameters, and
-  //  in
-  //     tests/fast/cuda_on_cpu.h, which calls it; on the chain that step.py's docstring describes;
-  //  4. RESIDUAL means that its tiles are Wo's, whose rows of the stream s.residual has; MEASURES,
-  //  that
-  //     it is Qkv.
+  //  1. Here: a place in the enum of products and in OPERATIONS, a line in each of the loops, and
+  //     one in map_at(). RESIDUAL says that its tiles are Wo's, whose rows of the stream s.residual
+  //     has; MEASURES, that it is Qkv.
+  //  2. In step.py: a line in operations(), its place in fields(), and FIELDS, which the enum
+  //     counts. A lane copies one field: with more than 32, both copy_word() take a loop.
+  //  3. A row of words: among Step's, which stand in the order of this function's parameters, and
+  //     in tests/fast/cuda_on_cpu.h, which calls it. It must be on the chain that step.py draws.
   if (p.warp == WARPS) {
     if (s.is_first && lane < MAPS)
 #pragma unroll 1

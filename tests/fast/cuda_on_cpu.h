@@ -317,12 +317,6 @@ inline void copy_box(void* to, const void* map, int row, int y, int z, unsigned 
 inline void prefetch_map(const void*) {}
 inline void forget_map(const void*) {}
 inline void arrive_for(unsigned long long* b, int warps) { arrive(b, 0, warps); }
-inline unsigned __ballot_sync(unsigned, bool mine) {
-  unsigned all = 0;
-  for (int lane = 0; lane < 32; lane++) all |= (unsigned)from_lane((int)mine, lane) << lane;
-  return all;
-}
-inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 inline int __reduce_add_sync(unsigned, int value) {
   for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(0, value, mask);
   return value;
