@@ -61,9 +61,10 @@ ROUND = "round the ring", "many heads"  # which have tests of their own
 
 
 def loaded(
-    directory, case: str, device: str, dtype: torch.dtype = BF16
+    directory, case: str, device: str, dtype: torch.dtype = BF16, slots: int = 20
 ) -> tuple[Transformer, Transformer, int, int]:
-    """A model of random weights over a random cache, and the same in float64."""
+    """A model of random weights over a random cache, and the same in float64. slots: of the cache,
+    from the case's position on."""
     kind, changes, quantize, group, position, programs = CASES[case]
     torch.manual_seed(3)
     make(directory, kind, **SIZES | changes)
@@ -74,7 +75,7 @@ def loaded(
             X, D, F = part.moe.n_expert, *part.w_down.weight.shape[1:]
             for name, (N, K) in dict(w_gate_up=(2 * F, D), w_down=(D, F)).items():
                 setattr(part, name, random_experts(X, N, K, "mxfp4", 32, "bias", "cpu"))
-    model.setup(position + 20, 1)
+    model.setup(position + slots, 1)
     for layer in model.layers:
         if layer.attn.sinks is not None:
             layer.attn.sinks.data = torch.tensor([7, -4, 6, 5]).to(BF16)
@@ -306,7 +307,7 @@ def test_a_long_text_goes_round_the_ring(tmp_path):
 def test_a_captured_step_gives_what_launches_give(tmp_path):
     """300 tokens, each behind what the step before wrote into the cache, and another model's step
     between them."""
-    model, exact, *_ = loaded(tmp_path, "groups and norms", "cuda")
+    model, exact, *_ = loaded(tmp_path, "groups and norms", "cuda", slots=300)
     other = deepcopy(model)
     steps = [on_gpu(install_kernels(m)) for m in (model, other)]
     x = torch.randn(1, model.config.dim, device="cuda").to(BF16)
