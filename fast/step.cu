@@ -128,16 +128,11 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
 // layer and step, so that a word tells by itself whether it is there: no fence, nothing to clear.
 __device__ __forceinline__ u64 word_of(u32 value, u32 tag) { return (u64)tag << 32 | value; }
 
-// Waits for words at p + at[i] with this tag, and keeps their values. Tag 0: p is a plain row of
-// 16-bit numbers. All lanes of a warp call this together; at[i] < 0: this lane wants none. What
-// never comes ends in a trap, after which the process can use the GPU no longer.
+// Waits for words at p + at[i] with this tag, and keeps their values. All lanes of a warp call this
+// together; at[i] < 0: this lane wants none. What never comes ends in a trap, after which the process
+// can use the GPU no longer.
 template <int N>
 __device__ __forceinline__ void await(u32 (&values)[N], const u64* p, const int (&at)[N], u32 tag) {
-  if (tag == 0) {
-#pragma unroll
-    for (int i = 0; i < N; i++) values[i] = at[i] < 0 ? 0 : ((const u32*)p)[at[i]];
-    return;
-  }
   for (int tries = 0;; tries++) {
     bool there = true;
 #pragma unroll
@@ -229,6 +224,7 @@ struct Sizes {
   static constexpr int ALL = TILES * (O::EXPERTS && O::GATED ? O::EXPERTS : 1);
 };
 constexpr int largest(int x, int y) { return x > y ? x : y; }
+constexpr int smallest(int x, int y) { return x < y ? x : y; }
 template <template <class> class F, class O, class... More>
 constexpr int largest_of() {
   if constexpr (sizeof...(More) > 0) return largest(F<O>::value, largest_of<F, More...>());
@@ -250,9 +246,10 @@ static_assert(SLOT >= 16 * 1024);  // of the cache there is no more
 constexpr int MOST_UNITS = largest_of<UnitsOf, OPERATIONS>();
 constexpr int MOST_TILES = largest_of<TilesHere, OPERATIONS>();
 constexpr int QUERIES = HEADS / KV_HEADS;  // of a kv head
-// Attention's tasks have columns of a head's values. What a slot of the ring has of the cache:
-// rows, which 16 of them a warp takes, and bytes of their keys and their values.
-constexpr int COLUMNS = 64, COLUMN_PARTS = HEAD_DIM / COLUMNS;
+// A head's values are parts of 64 columns, of which attention's tasks have one or, of longer texts,
+// WIDE. What a slot of the ring has of the cache: rows, which 16 of them a warp takes, and bytes of
+// their keys and of a part of their values.
+constexpr int COLUMNS = 64, COLUMN_PARTS = HEAD_DIM / COLUMNS, WIDE = smallest(2, COLUMN_PARTS);
 constexpr int CACHE_ROWS = 4096 / HEAD_DIM, SLOT_TILES = CACHE_ROWS / 16;
 constexpr int KEY_BYTES = CACHE_ROWS * HEAD_DIM * 2, VALUE_BYTES = CACHE_ROWS * COLUMNS * 2;
 constexpr int PASS = 16 * WARPS;  // slots of the cache that all warps have at once
@@ -330,8 +327,9 @@ template <class O>
 struct Product : Sizes<O> {
   typedef Sizes<O> S;
   typedef typename NumberOf<O::FLOAT_NORM>::Type Norm;
-  // All programs read what enters a layer of a mixture, as its size is the router's unit.
-  static constexpr bool MEASURES = CHOSEN && O::NORM && !O::GATED;
+  // Qkv, which reads what enters a layer. Of a mixture all programs do, as its size is the router's
+  // unit.
+  static constexpr bool ENTERS = O::NORM && !O::GATED, MEASURES = CHOSEN && ENTERS;
   static constexpr int DIGIT_WORDS = S::DIGIT_WORDS, SETS = S::SETS, INPUTS = S::INPUTS;
 
   static __device__ __forceinline__ int in_row(int unit) {
@@ -392,59 +390,68 @@ struct Product : Sizes<O> {
     }
   };
 
-  // await() of a unit whose words are where word() says.
-  static __device__ __forceinline__ void await_unit(u32 (&pairs)[INPUTS / 2], const u64* words,
-                                                    int unit, int lane, u32 tag) {
-    for (int tries = 0;; tries++) {
-      bool there = true;
-      if constexpr (S::PLAIN) {
-        const u64 word = peek(words + lane);
-        const bool wanted = input(unit, lane, 0) < O::K;
-        pairs[0] = wanted ? (u32)word : 0;
-        there = (u32)(word >> 32) == tag || !wanted;
-      } else {
+  // Whether a lane's words of a unit are there, where word() says: pairs of its inputs.
+  static __device__ __forceinline__ bool ask_for(u32 (&pairs)[INPUTS / 2], const u64* x, int unit,
+                                                 int lane, u32 tag) {
+    const u64* words = x + unit * (S::UNIT_INPUTS / 2);
+    constexpr int ABREAST = S::PLAIN ? 1 : 2;  // in one load
+    bool there = true;
 #pragma unroll
-        for (int i = 0; i < INPUTS / 2; i += 2) {
-          u64 both[2];
-          peek_two(words + i * 32 + lane * 2, both);
+    for (int i = 0; i < INPUTS / 2; i += ABREAST) {
+      u64 some[2];
+      if (S::PLAIN) some[0] = peek(words + lane);
+      else peek_two(words + i * 32 + lane * 2, some);
 #pragma unroll
-          for (int j = 0; j < 2; j++) {
-            const bool wanted = O::K % S::UNIT_INPUTS == 0 || input(unit, lane, 2 * (i + j)) < O::K;
-            pairs[i + j] = wanted ? (u32)both[j] : 0;
-            there &= (u32)(both[j] >> 32) == tag || !wanted;
-          }
-        }
+      for (int j = 0; j < ABREAST; j++) {
+        const bool wanted = O::K % S::UNIT_INPUTS == 0 || input(unit, lane, 2 * (i + j)) < O::K;
+        pairs[i + j] = wanted ? (u32)some[j] : 0;
+        there &= (u32)(some[j] >> 32) == tag || !wanted;
       }
-      if (all_there(there)) return;
-      if (tries > TRIES) give_up();
     }
+    return there;
   }
 
-  // A unit of x, times the norm's weight, as digits or, for 16-bit weights, as three numbers.
-  static __device__ __forceinline__ void prepare(Program& p, int unit, const u64* x, u32 tag,
+  // Units that a warp prepares at once, as it waits for their words. Of 16-bit weights units are
+  // short, and one after the other each would take as long as its words do.
+  static constexpr int PREPARED =
+      S::PLAIN ? smallest(4, (S::UNITS + WARPS - 1) / WARPS) : 1;
+  // Units first, first + WARPS and so on of x, words with this tag or, if it is 0, a plain row, times
+  // the norm's weight.
+  static __device__ __forceinline__ void prepare(Program& p, int first, const u64* x, u32 tag,
                                                  const Norm* norm) {
+    float gain[PREPARED][INPUTS];
+#pragma unroll
+    for (int i = 0; i < PREPARED * INPUTS; i++) {
+      const int k = input(first + i / INPUTS * WARPS, p.lane, i % INPUTS);
+      gain[i / INPUTS][i % INPUTS] = O::NORM && k < O::K ? any_number(norm[k]) : 0;
+    }
+    u32 pairs[PREPARED][INPUTS / 2];
+    const auto unit = [&](int n) { return min(first + n * WARPS, S::UNITS - 1); };
+    if (ENTERS && tag == 0) {
+#pragma unroll
+      for (int i = 0; i < PREPARED * INPUTS / 2; i++) {
+        const int n = i / (INPUTS / 2), j = i % (INPUTS / 2), k = input(unit(n), p.lane, 2 * j);
+        pairs[n][j] = k < O::K ? ((const u32*)x)[k / 2] : 0;
+      }
+    } else {
+      for (int tries = 0;; tries++) {
+        bool there = true;
+#pragma unroll
+        for (int n = 0; n < PREPARED; n++) there &= ask_for(pairs[n], x, unit(n), p.lane, tag);
+        if (all_there(there)) break;
+        if (tries > TRIES) give_up();
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < PREPARED; n++)
+      if (n == 0 || first + n * WARPS < S::UNITS) put(p, first + n * WARPS, pairs[n], gain[n]);
+  }
+
+  // A unit becomes digits or, for 16-bit weights, three numbers for one.
+  static __device__ __forceinline__ void put(Program& p, int unit, const u32 (&pairs)[INPUTS / 2],
+                                             const float (&gain)[INPUTS]) {
     Shared& s = *p.s;
     const int lane = p.lane;
-    float gain[INPUTS];
-    if (O::NORM) {
-#pragma unroll
-      for (int i = 0; i < INPUTS; i++) {
-        const int k = input(unit, lane, i);
-        gain[i] = k < O::K ? any_number(norm[k]) : 0;
-      }
-    }
-    u32 pairs[INPUTS / 2];
-    if (tag == 0) {
-      int at[INPUTS / 2];
-#pragma unroll
-      for (int i = 0; i < INPUTS / 2; i++) {
-        const int k = input(unit, lane, 2 * i);
-        at[i] = k < O::K ? k / 2 : -1;
-      }
-      await(pairs, x, at, tag);
-    } else {
-      await_unit(pairs, x + unit * (S::UNIT_INPUTS / 2), unit, lane, tag);
-    }
     float v[INPUTS], squares = 0;
     u32 most = 0x20000000;  // 1e-19
 #pragma unroll
@@ -807,7 +814,8 @@ struct Product : Sizes<O> {
     p.reload_ids();
     const Norm* norm = O::NORM ? layer.at<const Norm>(field + NORM_WEIGHT) : nullptr;
 #pragma unroll 1
-    for (int unit = p.warp; unit < S::UNITS; unit += WARPS) prepare(p, unit, x, x_tag, norm);
+    for (int first = p.warp; first < S::UNITS; first += PREPARED * WARPS)
+      prepare(p, first, x, x_tag, norm);
     meet();
     // Now, while the first slots come: behind the products all would wait for it.
     if (p.warp == 0) {
@@ -1019,28 +1027,37 @@ __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, c
 }
 #endif
 
-// Attention's tasks: each is a kv head, COLUMNS of its columns of values, and one of n splits of
-// the cache's slots that a token at `position` sees. A split has up to PASS of them, or more where
-// there are no more programs or LARGEST_SPLITS.
+// Attention's tasks: each is a kv head, some parts of its values, and one of n splits of the cache's
+// slots that a token at `position` sees. A text of up to PASS slots has one split, and a task one
+// part. Of a longer one a task has WIDE parts, as it reads all of a key, and a split has up to
+// PASS / WIDE slots, or more where there are no more programs or LARGEST_SPLITS.
 struct Splits {
-  int first, end, chunk, n;
+  int first, end, chunk, n, parts;
   __device__ __forceinline__ Splits(int position, int window) {
     end = position + 1;
     first = window && end > window ? end - window : 0;
-    n = 1;
-    chunk = (end - first + 15) / 16 * 16;
+    const int seen = end - first;
+    n = parts = 1;
+    chunk = (seen + 15) / 16 * 16;
     if (chunk <= PASS) return;
-    const int programs = max(1, PROGRAMS / (KV_HEADS * COLUMN_PARTS));
-    n = min(min(LARGEST_SPLITS, programs), (end - first + PASS - 1) / PASS);
-    chunk = ((end - first + n - 1) / n + 15) / 16 * 16;
-    n = (end - first + chunk - 1) / chunk;
+    parts = WIDE;
+    const int programs = max(1, PROGRAMS / (KV_HEADS * COLUMN_PARTS / WIDE));
+    n = min(min(LARGEST_SPLITS, programs), (seen + PASS / WIDE - 1) / (PASS / WIDE));
+    chunk = ((seen + n - 1) / n + 15) / 16 * 16;
+    n = (seen + chunk - 1) / chunk;
   }
+  // Of things that come once for each part of a task, which part the i-th is for, and how many came
+  // before for the same one.
+  __device__ __forceinline__ int part_of(int i) const { return i & parts - 1; }
+  __device__ __forceinline__ int nth_of_part(int i) const { return i >> parts - 1; }
   // The first programs have more of the products' tiles.
   __device__ __forceinline__ int first_task() const {
     const int n = (int)blockIdx.x - PROGRAMS / 2;
     return n < 0 ? n + PROGRAMS : n;
   }
-  __device__ __forceinline__ int tasks() const { return KV_HEADS * COLUMN_PARTS * n; }
+  __device__ __forceinline__ int tasks() const {
+    return KV_HEADS * nth_of_part(COLUMN_PARTS) * n;
+  }
 };
 struct Task {
   int part, kv, split, begin, end;  // of the slots in the cache, without the new token's
@@ -1048,8 +1065,8 @@ struct Task {
   __device__ __forceinline__ Task(int nth, const Splits& of, int position) {
     const int whole = of.n > 1 ? nth / of.n : nth;
     split = nth - whole * of.n;
-    part = whole % COLUMN_PARTS;
-    kv = whole / COLUMN_PARTS;
+    part = whole / KV_HEADS * of.parts;  // the first
+    kv = whole % KV_HEADS;
     has_new = split + 1 == of.n;
     begin = of.first + split * of.chunk;
     end = min(begin + of.chunk, position);
@@ -1174,12 +1191,13 @@ struct Producer {
       const Task task(n, splits, position);
 #pragma unroll 1
       for (int row = task.begin; row < task.end; row += CACHE_ROWS) {
-        const int at = begin(KEY_BYTES + VALUE_BYTES);
+        const int at = begin(KEY_BYTES + splits.parts * VALUE_BYTES), part = p.lane - 1;
         u64* full = &p.s->full[at % STAGES];
-        if (p.lane == 0) {
+        if (p.lane == 0)
           copy_box(p.slot(at), layer.at<void>(K_MAP), row, task.kv, 0, full);
-          copy_box(p.slot(at) + KEY_BYTES, layer.at<void>(V_MAP), row, task.kv, task.part, full);
-        }
+        else if (part < splits.parts)
+          copy_box(p.slot(at) + KEY_BYTES + part * VALUE_BYTES, layer.at<void>(V_MAP), row, task.kv,
+                   task.part + part, full);
         __syncwarp();
       }
     }
@@ -1260,7 +1278,9 @@ __device__ __forceinline__ void put_head(u16* to, const float (&x)[LANE_ELEMENTS
 
 // Attention of a kv head's queries over one split: words of `out`, or, of several splits, `parts`:
 // [HEADS, LARGEST_SPLITS, HEAD_DIM + 2] of fp32 sums, largest score and total. Each warp has every
-// WARPS-th 16 slots and, as in arXiv 2307.08691, its own largest score; in the end they are joined.
+// WARPS-th 16 slots and one part of the values, or, where a task has two, every second warp has one
+// part, and all of these each 16 slots. As in arXiv 2307.08691 each has its own largest score; in the
+// end they are joined.
 __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, const Splits& of,
                                        const u64* qkv, u64* parts, u64* out, u32 tag, int position,
                                        float eps, float scale) {
@@ -1292,9 +1312,10 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
 
   // The new token's slot is read from shared memory, as 16 slots of which 15 are masked.
   const int cached = (task.end - task.begin + 15) / 16, all_tiles = cached + task.has_new;
+  const int nth_part = of.part_of(warp), first_tile = of.nth_of_part(warp);
   float largest[2] = {-1e30f, -1e30f}, total[2] = {0, 0}, acc[4][4] = {};  // of queries 2 t + j
 #pragma unroll 1
-  for (int tile = warp; tile < all_tiles; tile += WARPS) {
+  for (int tile = first_tile; tile < all_tiles; tile += of.nth_of_part(WARPS)) {
     const int last = tile == cached ? 0 : task.end - task.begin - tile * 16 - 1;  // that is seen
     const bool is_new = tile == cached;
     const int at = p.next_slot + tile / SLOT_TILES;
@@ -1324,18 +1345,19 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
     }
     // Columns 8 g to 8 g + 7 of the values of rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
     const unsigned char* values =
-        is_new ? (const unsigned char*)(s.v + task.part * COLUMNS) : box + KEY_BYTES;
+        is_new ? (const unsigned char*)(s.v + (task.part + nth_part) * COLUMNS)
+               : box + KEY_BYTES + nth_part * VALUE_BYTES;
     uint4 value[4];
 #pragma unroll
     for (int j = 0; j < 4; j++)
       value[j] = part_of(values, row + min(j / 2 * 8 + far_apart(2 * t + j % 2), last), g);
     if (!is_new) {
       __syncwarp();
-      // A slot has SLOT_TILES tiles, and wants SQUAD_WARPS arrivals. The warp of the text's last
-      // tile arrives for those, too, that the text does not have.
-      constexpr int ARRIVALS = SQUAD_WARPS / SLOT_TILES;
+      // A slot has SLOT_TILES tiles, and wants SQUAD_WARPS arrivals. The warps of the text's last
+      // tile arrive for those, too, that the text does not have.
+      const int arrivals = of.nth_of_part(SQUAD_WARPS / SLOT_TILES);
       const int more = tile + 1 == cached ? SLOT_TILES - 1 - tile % SLOT_TILES : 0;
-      if (lane == 0) arrive_for(&s.empty[at % STAGES], ARRIVALS * (1 + more));
+      if (lane == 0) arrive_for(&s.empty[at % STAGES], arrivals * (1 + more));
     }
     float most[2] = {largest[0], largest[1]};
 #pragma unroll
@@ -1347,7 +1369,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
     for (int j = 0; j < 2; j++) {
 #pragma unroll
       for (int o = 4; o < 32; o *= 2) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
-      if (tile != warp) {  // a text of few slots has no more than the first
+      if (tile != first_tile) {  // a text of few slots has no more than the first
         const float shrink = exp2f(largest[j] - most[j]);
         total[j] *= shrink;
 #pragma unroll
@@ -1400,32 +1422,34 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
   p.next_slot += (cached + SLOT_TILES - 1) / SLOT_TILES;
   if (warp == 0) s.streaming = 0;
   const u16* sinks = SINKS ? layer.at<const u16>(SINK) : nullptr;
-  const int busy = min(WARPS, all_tiles);  // warps
+  const int busy = min(WARPS, all_tiles * of.parts);  // warps
   // A warp has 32 columns of a head: lane 8 a + b columns 4 b to 4 b + 3 of every fourth warp's
   // sums.
 #pragma unroll 1
-  for (int i = warp; i < QUERIES * (COLUMNS / 32); i += WARPS) {
-    const int h = i / (COLUMNS / 32), first = i % (COLUMNS / 32) * 32, head = kv * QUERIES + h;
+  for (int i = warp; i < QUERIES * of.parts * (COLUMNS / 32); i += WARPS) {
+    const int first = i % (COLUMNS / 32) * 32, of_head = i / (COLUMNS / 32);
+    const int h = of.nth_of_part(of_head), head = kv * QUERIES + h;
+    const int nth = of.part_of(of_head), part = task.part + nth;
     const int quarter = lane >> 3, column = first + (lane & 7) * 4;
-    // Lane w has what warp w found.
-    const int of_warp = lane % WARPS;
-    const float here = of_warp < busy ? s.largest[h][of_warp] : -1e30f;
+    // Lane j has what the j-th warp with this part found.
+    const int of_lane = lane % WARPS * of.parts + nth;
+    const float here = of_lane < busy ? s.largest[h][of_lane] : -1e30f;
     const float sink = SINKS && of.n == 1 ? number(sinks[head]) * LOG2_E : -1e30f;
     const float most = fmaxf(all_lanes<WARPS>(here, larger), sink);
-    const float share = of_warp < busy ? exp2f(here - most) : 0;
-    float all = all_lanes<WARPS>(of_warp < busy ? share * s.total[h][of_warp] : 0.0f, add);
+    const float share = of_lane < busy ? exp2f(here - most) : 0;
+    float all = all_lanes<WARPS>(of_lane < busy ? share * s.total[h][of_lane] : 0.0f, add);
     if (SINKS && of.n == 1) all += exp2f(sink - most);
     float y[4] = {};
 #pragma unroll
     for (int from = 0; from < WARPS; from += 4) {
-      const int w = from + quarter;
-      const float part = __shfl_sync(~0u, share, w);
+      const int j = from + quarter, w = j * of.parts + nth;
+      const float weight = __shfl_sync(~0u, share, j);
       if (w < busy) {
         const float4 sums = *(const float4*)&s.attended[w][h][column];
-        y[0] += part * sums.x;
-        y[1] += part * sums.y;
-        y[2] += part * sums.z;
-        y[3] += part * sums.w;
+        y[0] += weight * sums.x;
+        y[1] += weight * sums.y;
+        y[2] += weight * sums.z;
+        y[3] += weight * sums.w;
       }
     }
 #pragma unroll
@@ -1436,56 +1460,81 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
     if (of.n == 1) {
       const float one = __fdividef(1, all), low = quarter ? y[2] : y[0],
                   high = quarter ? y[3] : y[1];
-      const int at = head * HEAD_DIM + task.part * COLUMNS + column + 2 * quarter;
+      const int at = head * HEAD_DIM + part * COLUMNS + column + 2 * quarter;
       if (quarter < 2)
         poke(out + Product<Wo>::word(0, at), word_of(pair_of(low * one, high * one), tag));
     } else {
       u64* to = parts + (head * LARGEST_SPLITS + task.split) * (HEAD_DIM + 2);
       const float mine = quarter < 2 ? (quarter ? y[1] : y[0]) : quarter == 2 ? y[2] : y[3];
-      poke(to + task.part * COLUMNS + column + quarter, word_of(__float_as_uint(mine), tag));
+      poke(to + part * COLUMNS + column + quarter, word_of(__float_as_uint(mine), tag));
       // All parts of a head have the same scores, and so the same totals.
-      if (task.part == 0 && first == 0 && lane < 2)
+      if (part == 0 && first == 0 && lane < 2)
         poke(to + HEAD_DIM + lane, word_of(__float_as_uint(lane ? all : most), tag));
     }
   }
 }
 
-// Several splits' parts -> words of `out`. A warp has 32 elements of a head.
+// Several splits' parts -> words of `out`. A program has 32 elements of a head; a warp of it has every
+// WARPS-th split, and the first warp joins what the others have.
 __device__ __forceinline__ void combine(Program& p, const Layer& layer, int n, const u64* parts,
                                         u64* out, u32 tag) {
+  constexpr int PER_WARP = LARGEST_SPLITS / WARPS;
   p.reload_ids();
+  Shared& s = *p.s;
   const u16* sinks = SINKS ? layer.at<const u16>(SINK) : nullptr;
-  const int lane = p.lane;
+  const int lane = p.lane, warp = p.warp;
 #pragma unroll 1
-  for (int i = blockIdx.x + PROGRAMS * p.warp; i < HEADS * LANE_ELEMENTS; i += PROGRAMS * WARPS) {
+  for (int i = blockIdx.x; i < HEADS * LANE_ELEMENTS; i += PROGRAMS) {
+    meet();  // all have read what stands in s.attended
     const int head = i / LANE_ELEMENTS, e = i % LANE_ELEMENTS * 32 + lane;
-    const u64* from = parts + head * LARGEST_SPLITS * (HEAD_DIM + 2);
-    const int of_split = lane * (HEAD_DIM + 2) + HEAD_DIM;
-    const int ends[2] = {lane < n ? of_split : -1, lane < n ? of_split + 1 : -1};
-    u32 found[2];
-    await(found, from, ends, tag);
-    const float largest_here = lane < n ? __uint_as_float(found[0]) : -1e30f;
-    float most = all_lanes(largest_here, larger);
-    if (SINKS) most = fmaxf(most, number(sinks[head]) * LOG2_E);
-    const float share = lane < n ? exp2f(largest_here - most) : 0;
-    float total = all_lanes(lane < n ? __uint_as_float(found[1]) * share : 0.0f, add), y = 0;
-    if (SINKS) total += exp2f(number(sinks[head]) * LOG2_E - most);
-    for (int first = 0; first < n; first += 4) {
-      int at[4];
-      u32 some[4];
+    if (warp < n) {
+      // Lanes 2 j and 2 j + 1 have the largest score and the total of the warp's j-th split.
+      const auto place = [&](int j, int element) {
+        const int split = warp + j * WARPS;
+        return split < n ? split * (HEAD_DIM + 2) + element : -1;
+      };
+      int at[PER_WARP + 1];
 #pragma unroll
-      for (int j = 0; j < 4; j++) at[j] = first + j < n ? (first + j) * (HEAD_DIM + 2) + e : -1;
-      await(some, from, at, tag);
+      for (int j = 0; j < PER_WARP; j++) at[j] = place(j, e);
+      at[PER_WARP] = lane < 2 * PER_WARP ? place(lane / 2, HEAD_DIM + lane % 2) : -1;
+      u32 found[PER_WARP + 1];
+      await(found, parts + head * LARGEST_SPLITS * (HEAD_DIM + 2), at, tag);
+      const float ends = at[PER_WARP] < 0 ? -1e30f : __uint_as_float(found[PER_WARP]);
+      const float most = all_lanes(lane % 2 || lane >= 2 * PER_WARP ? -1e30f : ends, larger);
+      float y = 0, total = 0;
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const float part = __shfl_sync(~0u, share, min(first + j, 31));
-        if (first + j < n) y += part * __uint_as_float(some[j]);
+      for (int j = 0; j < PER_WARP; j++) {
+        const float share = exp2f(__shfl_sync(~0u, ends, 2 * j) - most);
+        const float all = __shfl_sync(~0u, ends, 2 * j + 1);
+        if (at[j] < 0) continue;
+        y += share * __uint_as_float(found[j]);
+        total += share * all;
+      }
+      s.attended[warp][0][lane] = y;
+      if (lane == 0) {
+        s.largest[0][warp] = most;
+        s.total[0][warp] = total;
       }
     }
-    y /= total;
-    const float next = __shfl_down_sync(~0u, y, 1);
-    if (!(lane & 1))
-      poke(out + Product<Wo>::word(0, head * HEAD_DIM + e), word_of(pair_of(y, next), tag));
+    meet();
+    if (warp == 0) {
+      const int busy = min(n, WARPS);
+      const float here = lane < busy ? s.largest[0][lane] : -1e30f;
+      const float sink = SINKS ? number(sinks[head]) * LOG2_E : -1e30f;
+      const float most = fmaxf(all_lanes(here, larger), sink);
+      const float share = lane < busy ? exp2f(here - most) : 0;
+      float total = all_lanes(lane < busy ? share * s.total[0][lane] : 0.0f, add), y = 0;
+      if (SINKS) total += exp2f(sink - most);
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        const float part = __shfl_sync(~0u, share, w);
+        if (w < busy) y += part * s.attended[w][0][lane];
+      }
+      y /= total;
+      const float next = __shfl_down_sync(~0u, y, 1);
+      if (!(lane & 1))
+        poke(out + Product<Wo>::word(0, head * HEAD_DIM + e), word_of(pair_of(y, next), tag));
+    }
   }
 }
 
