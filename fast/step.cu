@@ -413,8 +413,7 @@ struct Product : Sizes<O> {
 
   // Units that a warp prepares at once, as it waits for their words. Of 16-bit weights units are
   // short, and one after the other each would take as long as its words do.
-  static constexpr int PREPARED =
-      S::PLAIN ? smallest(4, (S::UNITS + WARPS - 1) / WARPS) : 1;
+  static constexpr int PREPARED = S::PLAIN && S::UNITS > WARPS ? 2 : 1;
   // Units first, first + WARPS and so on of x, words with this tag or, if it is 0, a plain row, times
   // the norm's weight.
   static __device__ __forceinline__ void prepare(Program& p, int first, const u64* x, u32 tag,

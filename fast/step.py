@@ -45,11 +45,12 @@ a unit. Where a row is longer than a slot, each squad takes one of its slots thr
 then another, so that a warp's part of x stays in its registers. Where it is not, the squads have
 tiles of their own.
 
-Attention: a program has a kv head, 64 columns of its values and, of a text of more than 256 slots,
-a part of these. Keys and values come through the ring, too, 4,096 / E slots of the cache a slot of
-it, before the query is there: a warp's own loads, asked for as early, would hold up the words that
-it asks for behind them. Where several programs share a head's slots, their sums, largest scores and
-totals are words, which all programs put together, each some elements of the heads.
+Attention: a program has a kv head and 64 columns of its values. Of a text of more than 256 slots it
+has 128 columns of some of the slots: it reads all of each key, which would otherwise be read twice.
+Keys and values come through the ring, too, 4,096 / E slots of the cache a slot of it, before the
+query is there: a warp's own loads, asked for as early, would hold up the words that it asks for
+behind them. Where several programs share a head's slots, their sums, largest scores and totals are
+words, which all programs put together, each 32 elements of a head.
 
 16-bit weights and the cache are rows of a tensor in memory. A copy takes a box of them by a tensor
 map, which has rows of 128 bytes; where these lie in a slot, all banks of shared memory are read at
@@ -99,6 +100,9 @@ input, 1.5 for 16 slots of the cache a warp and 0.8 to join the warps; Wo 2.6; t
   what runs once a layer costs by its length, most of all where all 16 warps run it.
 - To ask for words less often, or for one of them first, changes nothing. To run through the same
   instructions once while words are awaited costs 2.5 us a layer.
+- A warp that waits for its units' words one after the other waits as often as it has units: 7B in
+  bf16, where it has up to 11, took 110.4 us, and 107 with two or four at a time. All that it asks
+  for should stay in registers: numbers that went through shared memory cost 4 us more.
 
 The step is compiled by NVRTC for one model: source() writes its products' sizes and formats as
 structs in front of step.cu, and addresses, which differ from layer to layer, are FIELDS numbers in
@@ -128,7 +132,9 @@ WARPS = 16  # of a program, beside the producer
 # mixture's small products, all the time.
 IN_FLIGHT, IN_FLIGHT_SMALL = (1, 3), (2, 2)
 TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the kernel traps
-LONGEST = 8192  # slots of a mixture's cache: longer ones were not measured
+# What was measured: slots of a cache, and bytes of a dense layer's weights, in which launches were as
+# fast from 200 MB on.
+LONGEST, LARGEST_DENSE = 33_000, 128 << 20
 LEAST_STAGES = 4 + IN_FLIGHT[1]  # of the ring, for two squads of eight warps
 LARGEST_SPLITS, COPIES = 32, 4  # of step.cu
 FIELDS = 30  # of a layer
@@ -242,6 +248,10 @@ def operations(layer: nn.Module) -> list[Operation] | str:
     ]
 
 
+def bytes_of(w: Packed | Plain) -> int:
+    return sum(t.nbytes for t in (w.qweight, w.scales_and_zeros) if t is not None)
+
+
 def why_launches(decoder: nn.Module) -> str | None:
     """Why the layers of a decoder.FusedDecoder take launches of their own; None: they need not."""
     return unsaid(decoder) or why_slower(decoder)
@@ -251,10 +261,11 @@ def why_slower(decoder: nn.Module) -> str | None:
     """Why layers that step.cu can say keep their launches: these are faster, at least in long
     texts, or nobody measured it."""
     first = decoder.layers[0]
-    if not first.feed_forward.experts:
-        return "a dense model"
-    if any(operation.w.kind == "mxfp4" for operation in operations(first)):
+    weights = [operation.w for operation in operations(first)]
+    if any(w.kind == "mxfp4" for w in weights):
         return "mxfp4 weights"
+    if not first.feed_forward.experts and sum(map(bytes_of, weights)) > LARGEST_DENSE:
+        return f"a dense layer of more than {LARGEST_DENSE >> 20} MiB"
     if max(layer.attention.attn.cache.k.shape[2] for layer in decoder.layers) > LONGEST:
         return f"a cache of more than {LONGEST:,} slots"
     return None

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from fast import use_kernels
+from fast import nvrtc, use_kernels
 from fast.decoder import FusedDecoder, install_kernels
 from fast.step import LEAST_STAGES, Step, why_launches
 from gemv_on_cpu import step_on_cpu
@@ -38,6 +38,8 @@ EXPERTS = dict(num_experts=6, num_local_experts=6, num_experts_per_tok=3, moe_in
 MANY_HEADS = dict(num_attention_heads=32, num_key_value_heads=32, head_dim=128, num_hidden_layers=1)
 WIDER = "experts in 16 bits"  # with two squads of warps, and rows of two slots
 GPT_OSS = dict(intermediate_size=64, sliding_window=24, num_key_value_heads=1)
+LARGE = dict(intermediate_size=88_000, num_hidden_layers=1)
+LONG_CACHE = dict(max_seq_len=33_001)
 LONG = dict(head_dim=128, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
 # The kind of model and what its config changes; the format and its groups; the token's position;
 # programs. Of several splits of a text there are at least two programs for each kv head.
@@ -229,13 +231,14 @@ def test_tags_begin_anew_before_they_are_too_large(tmp_path):
     "kind, changes, quantize, sizes, reason",
     [
         ("qwen3_moe", EXPERTS, "int4", {}, None),
-        ("qwen3_moe", EXPERTS, "int4", dict(max_seq_len=9000), "a cache of more than 8,192 slots"),
+        ("qwen3_moe", EXPERTS, "int4", LONG_CACHE, "a cache of more than 33,000 slots"),
         ("qwen3_moe", EXPERTS, None, {}, None),
         ("gpt_oss", EXPERTS | dict(intermediate_size=96), None, {}, "16-bit weights of 96 inputs"),
-        ("qwen3", {}, "int4", {}, "a dense model"),
-        ("qwen3", {}, None, {}, "a dense model"),
+        ("qwen3", {}, "int4", {}, None),
+        ("qwen3", {}, None, {}, None),
+        ("qwen3", LARGE, None, {}, "a dense layer of more than 128 MiB"),
         ("qwen3_moe", EXPERTS, "int8", {}, None),
-        ("qwen3", {}, "int8", {}, "a dense model"),
+        ("qwen3", {}, "int8", {}, None),
         ("qwen3", {}, "int4", dict(cache="int8"), "an int8 cache"),
         ("qwen3", {}, "int4", dict(features=(1,)), "hidden states that a draft reads"),
         ("qwen3", dict(head_dim=32), "int4", {}, "heads of 32 of which 32 turn"),
@@ -251,6 +254,11 @@ def test_which_layers_keep_their_launches(tmp_path, kind, changes, quantize, siz
     model = load_checkpoint(tmp_path, torch.device("cpu"), BF16, quantize)
     model.setup(**dict(max_seq_len=64, batch_size=1) | sizes)
     assert why_launches(use_kernels(model).decoder) == reason
+
+
+def test_mxfp4_weights_keep_their_launches(tmp_path):
+    model, *_ = loaded(tmp_path, "mxfp4", "cpu")
+    assert why_launches(use_kernels(model).decoder) == "mxfp4 weights"
 
 
 def test_what_does_not_fit_in_shared_memory_keeps_its_launches(tmp_path):
@@ -326,6 +334,89 @@ def test_a_captured_step_gives_what_launches_give(tmp_path):
         if position % 50 == 49:
             expected = through_layers(exact_after(exact, model, position), x.cpu(), position)
             assert_close(found[0].cpu(), expected, x.cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case, ties", [("groups and norms", 0), ("experts", 100)])
+@torch.no_grad()
+def test_ten_thousand_steps_beside_launches(tmp_path, case, ties):
+    """Each with a cache of its own. Where two experts' logits are a rounding apart, they may take
+    others."""
+    steps = 10_000
+    model, *_ = loaded(tmp_path, case, "cuda", slots=steps)
+    other = install_kernels(deepcopy(model))
+    step = on_gpu(install_kernels(model))
+    x = torch.zeros(1, model.config.dim, dtype=BF16, device="cuda")
+    positions = torch.zeros(1, 1, dtype=torch.long, device="cuda")
+    apart = torch.zeros(steps, device="cuda")
+
+    def both() -> None:
+        x.normal_()
+        found = step(x, positions).float()
+        y = x
+        for layer in other.layers:
+            y = layer(y, positions, None, other.model.rows[:1], None)
+        apart[positions[0]] = (found - y).norm() / y.float().norm()
+        positions.add_(1)
+
+    both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        both()
+    for _ in range(steps - 1):
+        graph.replay()
+    assert positions.item() == steps and apart.min() > 0
+    assert (apart > 0.03).sum() <= ties
+
+
+def steps_of_many(step: Step, x: torch.Tensor) -> torch.Tensor:
+    """x [T, D], tokens at positions 0 to T - 1 -> what leaves the last layer [T, D]"""
+    at = torch.arange(len(x), device="cuda")
+    return torch.cat([step(x[i : i + 1], at[i].view(1, 1)) for i in range(len(x))])
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_steps_of_two_streams_at_once(tmp_path):
+    models = [loaded(tmp_path, case, "cuda", slots=200)[0] for case in ("experts", "splits")]
+    steps = [on_gpu(install_kernels(model)) for model in models]
+    x = torch.randn(200, models[0].config.dim, device="cuda").to(BF16)
+    alone = [steps_of_many(step, x) for step in steps]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in steps]
+    found = []
+    for step, stream in zip(steps, streams):
+        with torch.cuda.stream(stream):
+            found.append(steps_of_many(step, x))
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, found, alone))
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_step_waits_for_a_kernel_that_has_some_multiprocessors(tmp_path):
+    source = """
+    extern "C" __global__ void occupy(int milliseconds) {
+      unsigned long long begin, now;
+      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+      do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+      while (now - begin < milliseconds * 1000000ull);
+    }"""
+    major, minor = torch.cuda.get_device_capability()
+    cubin = nvrtc.compile_cuda(source, nvrtc.options_for(10 * major + minor, {}))
+    occupy = nvrtc.load(cubin, "occupy", 100_000)
+    model, *_ = loaded(tmp_path, "experts", "cuda")
+    step = on_gpu(install_kernels(model))
+    x = torch.randn(8, model.config.dim, device="cuda").to(BF16)
+    alone = steps_of_many(step, x)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        nvrtc.launch(occupy, 20, 32, 100_000, [2000])
+    found = steps_of_many(step, x)
+    assert not side.query()  # it is still there
+    assert torch.equal(found, alone)
 
 
 def exact_after(exact: Transformer, model: Transformer, position: int) -> Transformer:
