@@ -114,6 +114,128 @@ __device__ __forceinline__ u32 to_bytes(u32 codes) {
   return pick(0x13121110, 0x1c181614, codes) | pick(0x0d0e0f10, 0x04080a0c, codes ^ 0x8888);
 }
 
+// Codes are multiplied as bytes by the digits of x, whose sums are exact (packed_gemv.py draws a
+// unit, of two blocks). What a lane has of them, as the right operands of a unit's four products:
+// b[m][register][high or low codes]. MXFP4's codes become bytes first, and instead of a nibble there
+// is a half of a word. Column n below 4 has digit n of one group's inputs, and column 4 + n that of
+// another's. Each is 0 where the other has its inputs, so that one accumulator keeps two groups
+// apart:
+//
+//     SETS 1: blocks 0 and 1, which have products m 0, 1 and 2, 3
+//     SETS 2: of block m / 2 the groups 0 and 1, which have the even and the odd m
+//     SETS 4: of product m the inputs of registers 0 and 1
+//
+// digits: the lane's words, of which there are 8 where two codes share a byte, else 4.
+template <int DIGIT_WORDS, int SETS>
+struct Operands {
+  u32 b[4][2][2];
+  __device__ __forceinline__ Operands(const u32* digits, int lane) {
+    const int half = lane >> 4;
+    u32 d[4][2];
+    if constexpr (DIGIT_WORDS == 8) {
+      const uint4 p = *(const uint4*)digits, q = *(const uint4*)(digits + 4);
+      d[0][0] = p.x, d[0][1] = p.y, d[1][0] = p.z, d[1][1] = p.w;
+      d[2][0] = q.x, d[2][1] = q.y, d[3][0] = q.z, d[3][1] = q.w;
+    } else {
+      const uint4 p = *(const uint4*)digits;
+      d[0][0] = p.x, d[1][0] = p.y, d[2][0] = p.z, d[3][0] = p.w;
+    }
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int kind = 0; kind < DIGIT_WORDS / 4; kind++) {
+          const int q = SETS == 1 ? (m & 1) * 2 + r : SETS == 2 ? (m >> 1) * 2 + r : m;
+          const bool mine = half == (SETS == 1 ? m >> 1 : SETS == 2 ? m & 1 : r);
+          b[m][r][kind] = mine ? d[q][kind] : 0;
+        }
+  }
+};
+
+// Where the digits of a lane's inputs of a unit lie in it, [32][DIGIT_WORDS]: word `word` of those
+// of digit n.
+template <int DIGIT_WORDS, int SETS>
+__device__ __forceinline__ u32& digit_word(u32* digits, int lane, int n, int word) {
+  const int c = lane >> 2, column = lane & 3;
+  // Which half of the columns this quarter is for, and which of its four chunks.
+  const int half = SETS == 1 ? c >> 2 : SETS == 2 ? c >> 1 & 1 : c & 1;
+  const int q = SETS == 1 ? c & 3 : SETS == 2 ? (c >> 2) * 2 + (c & 1) : c >> 1;
+  return digits[(half * 16 + n * 4 + column) * DIGIT_WORDS + q * (DIGIT_WORDS / 4) + word];
+}
+
+// A lane's inputs of a unit, which `scale` makes less than 2^26, become digits.
+//
+// A byte of int4 codes is low + 16 high, for inputs l and h. No code is shifted, as
+// (low + 16 high) h + low (16 l - h) = 16 (low l + high h).
+template <int DIGIT_WORDS, int SETS, bool FP4, int INPUTS>
+__device__ __forceinline__ void put_digits(u32* digits, const float (&v)[INPUTS], float scale,
+                                           int lane) {
+  constexpr int KINDS = DIGIT_WORDS / 4;
+  int x[KINDS][4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    if constexpr (KINDS == 1) {
+      x[0][j] = __float2int_rn(v[j] * scale);
+    } else {  // byte j of a word has the codes of v[i] and v[i + 2]
+      const int i = (j & 1) * 4 + (j >> 1);
+      x[0][j] = __float2int_rn(v[FP4 ? 2 * j : i + 2] * scale);
+      x[1][j] = FP4 ? __float2int_rn(v[2 * j + 1] * scale)
+                    : 16 * __float2int_rn(v[i] * scale) - x[0][j];
+    }
+  }
+#pragma unroll
+  for (int kind = 0; kind < KINDS; kind++) {
+    u32 rows[4], d[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) rows[j] = to_digits(x[kind][j]);
+    transpose(rows, d);
+#pragma unroll
+    for (int n = 0; n < 4; n++) digit_word<DIGIT_WORDS, SETS>(digits, lane, n, kind) = d[n];
+  }
+}
+
+// c + d += four words of 16 rows times the digits of their inputs. Products for c need not wait for
+// those for d; they may be the same.
+template <int DIGIT_WORDS, bool FP4>
+__device__ __forceinline__ void add_products(int (&c)[4], int (&d)[4], const u32 (&a)[4],
+                                             const u32 (&b)[2][2]) {
+  if constexpr (FP4) {
+#pragma unroll
+    for (int kind = 0; kind < 2; kind++) {
+      u32 bytes[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) bytes[i] = to_bytes(a[i] >> 16 * kind);
+      imma(kind ? d : c, bytes, b[0][kind], b[1][kind]);
+    }
+  } else {
+    imma(c, a, b[0][0], b[1][0]);
+    if constexpr (DIGIT_WORDS == 8) {
+      const u32 low[4] = {a[0] & 0x0f0f0f0fu, a[1] & 0x0f0f0f0fu, a[2] & 0x0f0f0f0fu,
+                          a[3] & 0x0f0f0f0fu};
+      imma(d, low, b[0][1], b[1][1]);
+    }
+  }
+}
+
+// The i-th scale here, and the zero point if it stands beside it: fp16 and 16 bits, else fp32 or, of
+// MXFP4, the exponent's byte.
+template <bool BYTES, bool FLOATS>
+__device__ __forceinline__ void group_of(const void* here, long long i, float& scale, float& zero) {
+  if (BYTES) {
+    const u32 exponent = ((const unsigned char*)here)[i];
+    scale = __uint_as_float(exponent ? exponent << 23 : 1 << 22);
+    return;
+  }
+  const u32 word = ((const u32*)here)[i];
+  if (FLOATS) {
+    scale = __uint_as_float(word);
+  } else {
+    scale = half_to_float(word & 0xFFFF);
+    zero = (float)(word >> 16);
+  }
+}
+
 // model.Gate. KIND 1: SiLU, 2: GELU by tanh, 3: MoEConfig.clamp's.
 template <int KIND>
 __device__ __forceinline__ float gated(float gate, float up, float limit, float alpha) {

@@ -71,18 +71,7 @@ struct Place {  // in a ring
 // Scale and zero point, the i-th of scales_and_zeros here.
 __device__ __forceinline__ void group_of(const void* here, long long i, float& scale, float& zero) {
   zero = E4M3 ? 0 : E2M1 ? 16 : 1 << (BITS - 1);
-  if (BYTE_SCALES) {
-    const u32 exponent = ((const unsigned char*)here)[i];
-    scale = __uint_as_float(exponent ? exponent << 23 : 1 << 22);
-    return;
-  }
-  const u32 word = ((const u32*)here)[i];
-  if (FLOAT_SCALES) {
-    scale = __uint_as_float(word);
-  } else {
-    scale = half_to_float(word & 0xFFFF);
-    zero = (float)(word >> 16);
-  }
+  group_of<BYTE_SCALES, FLOAT_SCALES>(here, i, scale, zero);
 }
 
 #ifndef FEW
@@ -114,35 +103,6 @@ struct Team {
   u64 full[STAGES], empty[STAGES];
   int experts[EXPERTS + 1];
   volatile int busy;
-};
-
-// A lane's digits of a unit as the right operands of its products: b[m][register][high or low
-// codes].
-struct Operands {
-  u32 b[4][2][2];
-  __device__ __forceinline__ Operands(const Team& t, int unit, int lane) {
-    const int half = lane >> 4;
-    u32 d[4][2];
-    if constexpr (WORDS == 8) {
-      const uint4* from = (const uint4*)t.digits[unit][lane];
-      uint4 p = from[0], q = from[1];
-      d[0][0] = p.x, d[0][1] = p.y, d[1][0] = p.z, d[1][1] = p.w;
-      d[2][0] = q.x, d[2][1] = q.y, d[3][0] = q.z, d[3][1] = q.w;
-    } else {
-      uint4 p = *(const uint4*)t.digits[unit][lane];
-      d[0][0] = p.x, d[1][0] = p.y, d[2][0] = p.z, d[3][0] = p.w;
-    }
-#pragma unroll
-    for (int m = 0; m < 4; m++)
-#pragma unroll
-      for (int r = 0; r < 2; r++)
-#pragma unroll
-        for (int kind = 0; kind < WORDS / 4; kind++) {
-          const int q = SETS == 1 ? (m & 1) * 2 + r : SETS == 2 ? (m >> 1) * 2 + r : m;
-          const bool mine = half == (SETS == 1 ? m >> 1 : SETS == 2 ? m & 1 : r);
-          b[m][r][kind] = mine ? d[q][kind] : 0;
-        }
-  }
 };
 
 __device__ __forceinline__ int in_row(int unit) { return SUMMED ? unit % ROW_UNITS : unit; }
@@ -213,50 +173,25 @@ __device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs
   // All |v| are below 2^(exponent - 126), and |v * scale| below 2^26, as fp16 below 2^14.
   const u32 exponent = __reduce_max_sync(~0u, __float_as_uint(most)) >> 23;
   const float scale = __uint_as_float((127 + (E4M3 ? 140 : 152) - exponent) << 23);
-  const int c = lane >> 2, column = lane & 3;
-  // Which half of the columns this quarter is for, and which of its four chunks.
-  const int half = SETS == 1 ? c >> 2 : SETS == 2 ? c >> 1 & 1 : c & 1;
-  const int q = SETS == 1 ? c & 3 : SETS == 2 ? (c >> 2) * 2 + (c & 1) : c >> 1;
   float offset = 0;
 #pragma unroll
   for (int s = 0; s < STEPS; s++) {
     const int unit = s * WIDTH + wl;
     if (unit >= UNITS) break;
-    u32 rows[4], d[4];
+    u32* digits = &t.digits[unit][0][0];
     if constexpr (E4M3) {
 #pragma unroll
-      for (int pair = 0; pair < 2; pair++)
+      for (int pair = 0; pair < 2; pair++) {
+        const u32 both = two_halves(v[s][2 * pair] * scale, v[s][2 * pair + 1] * scale);
 #pragma unroll
-        for (int n = 0; n < 4; n++)
-          t.digits[unit][half * 16 + n * 4 + column][q * 2 + pair] =
-              two_halves(v[s][2 * pair] * scale, v[s][2 * pair + 1] * scale);
-    } else if constexpr (BITS == 4) {
-      int high[4], low[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) {  // byte j of a word has the codes of v[i] and v[i + 2]
-        const int i = (j & 1) * 4 + (j >> 1);
-        high[j] = __float2int_rn(v[s][E2M1 ? 2 * j : i + 2] * scale);
-        low[j] = E2M1 ? __float2int_rn(v[s][2 * j + 1] * scale)
-                      : 16 * __float2int_rn(v[s][i] * scale) - high[j];
+        for (int n = 0; n < 4; n++) digit_word<WORDS, SETS>(digits, lane, n, pair) = both;
       }
-#pragma unroll
-      for (int kind = 0; kind < 2; kind++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) rows[j] = to_digits(kind ? low[j] : high[j]);
-        transpose(rows, d);
-#pragma unroll
-        for (int n = 0; n < 4; n++) t.digits[unit][half * 16 + n * 4 + column][q * 2 + kind] = d[n];
-      }
+      continue;
     } else {
-#pragma unroll
-      for (int j = 0; j < 4; j++) rows[j] = to_digits(__float2int_rn(v[s][j] * scale));
-      transpose(rows, d);
-#pragma unroll
-      for (int n = 0; n < 4; n++) t.digits[unit][half * 16 + n * 4 + column][q] = d[n];
+      put_digits<WORDS, SETS, E2M1>(digits, v[s], scale, lane);
     }
-    if (E4M3) continue;
     __syncwarp();
-    const Operands o(t, unit, lane);
+    const Operands<WORDS, SETS> o(t.digits[unit][lane], lane);
     const u32 ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
     const u32 both[4] = {0x11111111u, 0x11111111u, 0x11111111u, 0x11111111u};
     int c4[4] = {0, 0, 0, 0};
@@ -300,22 +235,7 @@ __device__ __forceinline__ void to_halves(u32 word, u32& first, u32& second) {
 struct Integers {
   typedef int Type;
   static __device__ __forceinline__ void add(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2][2]) {
-    if constexpr (E2M1) {
-#pragma unroll
-      for (int kind = 0; kind < 2; kind++) {
-        u32 bytes[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) bytes[i] = to_bytes(a[i] >> 16 * kind);
-        imma(c, bytes, b[0][kind], b[1][kind]);
-      }
-      return;
-    }
-    imma(c, a, b[0][0], b[1][0]);
-    if constexpr (BITS == 4) {
-      const u32 low[4] = {a[0] & 0x0f0f0f0fu, a[1] & 0x0f0f0f0fu, a[2] & 0x0f0f0f0fu,
-                          a[3] & 0x0f0f0f0fu};
-      imma(c, low, b[0][1], b[1][1]);
-    }
+    add_products<WORDS, E2M1>(c, c, a, b);
   }
   static __device__ __forceinline__ float value(int first, int second) {
     return (float)first + 256 * (float)second;
@@ -418,7 +338,7 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
       const unsigned char* stage = t.ring[place.slot];
       const uint4* from = (const uint4*)(stage + wl * 2048) + lane;
       const uint4 p[2][2] = {{from[0], from[32]}, {from[64], from[96]}};  // [block][row or row + 8]
-      const Operands o(t, u, lane);
+      const Operands<WORDS, SETS> o(t.digits[u][lane], lane);
 #pragma unroll
       for (int m = 0; m < 4; m++) {
         const uint4 low = p[m >> 1][0], high = p[m >> 1][1];

@@ -352,43 +352,13 @@ struct Product : Sizes<O> {
                                                     (lane & 3) * 2 + (n & 1));
   }
 
-  // A lane's digits of a unit as the right operands of its four products: b[m][register][nibble].
-  // MXFP4's codes become bytes first, and instead of a nibble there is a half of a word. Column n
-  // below 4 has digit n of one group's inputs, and column 4 + n that of another's. Each is 0 where
-  // the other has its inputs, so that one accumulator keeps two groups apart:
-  //
-  //     SETS 1: blocks 0 and 1, which have products m 0, 1 and 2, 3
-  //     SETS 2: of block m / 2 the groups 0 and 1, which have the even and the odd m
-  //     SETS 4: of product m the inputs of registers 0 and 1
-  //
-  // A byte of int4 codes is low + 16 high, for inputs l and h. No code is shifted, as
-  // (low + 16 high) h + low (16 l - h) = 16 (low l + high h).
-  struct Operands {
-    u32 b[4][2][2];
-    __device__ __forceinline__ Operands(const Shared& s, int unit, int lane) {
-      const int half = lane >> 4;
-      const u32* digits = (const u32*)s.inputs + (unit * 32 + lane) * DIGIT_WORDS;
-      u32 d[4][2];
-      if constexpr (DIGIT_WORDS == 8) {
-        const uint4 p = *(const uint4*)digits, q = *(const uint4*)(digits + 4);
-        d[0][0] = p.x, d[0][1] = p.y, d[1][0] = p.z, d[1][1] = p.w;
-        d[2][0] = q.x, d[2][1] = q.y, d[3][0] = q.z, d[3][1] = q.w;
-      } else {
-        const uint4 p = *(const uint4*)digits;
-        d[0][0] = p.x, d[1][0] = p.y, d[2][0] = p.z, d[3][0] = p.w;
-      }
-#pragma unroll
-      for (int m = 0; m < 4; m++)
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-#pragma unroll
-          for (int nibble = 0; nibble < DIGIT_WORDS / 4; nibble++) {
-            const int q = SETS == 1 ? (m & 1) * 2 + r : SETS == 2 ? (m >> 1) * 2 + r : m;
-            const bool mine = half == (SETS == 1 ? m >> 1 : SETS == 2 ? m & 1 : r);
-            b[m][r][nibble] = mine ? d[q][nibble] : 0;
-          }
-    }
-  };
+  typedef ::Operands<DIGIT_WORDS, SETS> Operands;
+  static __device__ __forceinline__ u32* digits_of(Shared& s, int unit) {
+    return (u32*)s.inputs + unit * 32 * DIGIT_WORDS;
+  }
+  static __device__ __forceinline__ Operands operands(Shared& s, int unit, int lane) {
+    return Operands(digits_of(s, unit) + lane * DIGIT_WORDS, lane);
+  }
 
   // Whether a lane's words of a unit are there, where word() says: pairs of its inputs.
   static __device__ __forceinline__ bool ask_for(u32 (&pairs)[INPUTS / 2], const u64* x, int unit,
@@ -487,39 +457,9 @@ struct Product : Sizes<O> {
     } else {
       // |v * scale| is below 2^26, as the scale is 2^(152 - exponent).
       const float scale = __uint_as_float((127 + 152 - (exponent < 255 ? exponent : 200)) << 23);
-      const int c = lane >> 2, column = lane & 3;
-      // Which half of the columns this quarter is for, and which of its four chunks.
-      const int half = SETS == 1 ? c >> 2 : SETS == 2 ? c >> 1 & 1 : c & 1;
-      const int q = SETS == 1 ? c & 3 : SETS == 2 ? (c >> 2) * 2 + (c & 1) : c >> 1;
-      u32* digits = (u32*)s.inputs + unit * 32 * DIGIT_WORDS;
-      u32 rows[4], d[4];
-      if constexpr (O::BITS == 4) {
-        int high[4], low[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {  // byte j of a word has the codes of v[i] and v[i + 2]
-          const int i = (j & 1) * 4 + (j >> 1);
-          high[j] = __float2int_rn(v[O::E2M1 ? 2 * j : i + 2] * scale);
-          low[j] = O::E2M1 ? __float2int_rn(v[2 * j + 1] * scale)
-                           : 16 * __float2int_rn(v[i] * scale) - high[j];
-        }
-#pragma unroll
-        for (int nibble = 0; nibble < 2; nibble++) {
-#pragma unroll
-          for (int j = 0; j < 4; j++) rows[j] = to_digits(nibble ? low[j] : high[j]);
-          transpose(rows, d);
-#pragma unroll
-          for (int n = 0; n < 4; n++)
-            digits[(half * 16 + n * 4 + column) * DIGIT_WORDS + q * 2 + nibble] = d[n];
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < 4; j++) rows[j] = to_digits(__float2int_rn(v[j] * scale));
-        transpose(rows, d);
-#pragma unroll
-        for (int n = 0; n < 4; n++) digits[(half * 16 + n * 4 + column) * DIGIT_WORDS + q] = d[n];
-      }
+      put_digits<DIGIT_WORDS, SETS, O::E2M1>(digits_of(s, unit), v, scale, lane);
       __syncwarp();
-      const Operands o(s, unit, lane);
+      const Operands o = operands(s, unit, lane);
       const u32 ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
       const u32 nibbles[4] = {0x11111111u, 0x11111111u, 0x11111111u, 0x11111111u};  // ones
       int c4[4][4] = {};  // each m has its own, as a chain of products is slow
@@ -579,39 +519,7 @@ struct Product : Sizes<O> {
   static __device__ __forceinline__ void group_of(const void* here, long long i, float& scale,
                                                   float& zero) {
     zero = O::E2M1 ? 16 : 1 << (O::BITS - 1);
-    if (S::BYTE_SCALES) {
-      const u32 exponent = ((const unsigned char*)here)[i];
-      scale = __uint_as_float(exponent ? exponent << 23 : 1 << 22);
-      return;
-    }
-    const u32 word = ((const u32*)here)[i];
-    if (O::FLOAT_SCALES) {
-      scale = __uint_as_float(word);
-    } else {
-      scale = half_to_float(word & 0xFFFF);
-      zero = (float)(word >> 16);
-    }
-  }
-
-  // Two sums, so that products need not wait for each other.
-  static __device__ __forceinline__ void add_products(int (&c)[4], int (&d)[4], const u32 (&a)[4],
-                                                      const u32 (&b)[2][2]) {
-    if constexpr (O::E2M1) {
-#pragma unroll
-      for (int nibble = 0; nibble < 2; nibble++) {
-        u32 bytes[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) bytes[i] = to_bytes(a[i] >> 16 * nibble);
-        imma(nibble ? d : c, bytes, b[0][nibble], b[1][nibble]);
-      }
-    } else {
-      imma(c, a, b[0][0], b[1][0]);
-      if constexpr (O::BITS == 4) {
-        const u32 low[4] = {a[0] & 0x0f0f0f0fu, a[1] & 0x0f0f0f0fu, a[2] & 0x0f0f0f0fu,
-                            a[3] & 0x0f0f0f0fu};
-        imma(d, low, b[0][1], b[1][1]);
-      }
-    }
+    ::group_of<S::BYTE_SCALES, O::FLOAT_SCALES>(here, i, scale, zero);
   }
 
   // What two columns of a sum make, of row i * 8.
@@ -625,8 +533,8 @@ struct Product : Sizes<O> {
     RowPart run;
     int unit, wl, lane;
     float sums[SETS], scale;
-    __device__ __forceinline__ Unit(const Shared& s, int nth_slot, int wl, int lane)
-        : o(s, nth_slot * SQUAD_WARPS + wl, lane), run(nth_slot, wl),
+    __device__ __forceinline__ Unit(Shared& s, int nth_slot, int wl, int lane)
+        : o(operands(s, nth_slot * SQUAD_WARPS + wl, lane)), run(nth_slot, wl),
           unit(nth_slot * SQUAD_WARPS + wl), wl(wl), lane(lane) {
 #pragma unroll
       for (int i = 0; i < SETS; i++) sums[i] = s.sums[unit][i][lane & 3];
@@ -644,7 +552,7 @@ struct Product : Sizes<O> {
         const uint4 low = p[m >> 1][0], high = p[m >> 1][1];
         const u32 a[4] = {m & 1 ? low.z : low.x, m & 1 ? high.z : high.x, m & 1 ? low.w : low.y,
                           m & 1 ? high.w : high.y};
-        add_products(c, d, a, o.b[m]);
+        add_products<DIGIT_WORDS, O::E2M1>(c, d, a, o.b[m]);
         if (S::GROUPED && (m + 1) % (4 / SETS) == 0) {
           const int set = m / (4 / SETS);
           const int block = unit_block + (SETS == 1 ? half : SETS == 2 ? set : set >> 1);
