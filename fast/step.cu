@@ -1,6 +1,6 @@
 // All layers of a decode step of one row in one launch. step.py has the words and the drawing, and
 // writes the table that stands in front of this: BF16, D, LAYERS, HEADS, KV_HEADS, HEAD_DIM,
-// QK_NORM, FLOAT_QK_NORM, SINKS, CHOSEN, NORMALIZE, WARPS, PROGRAMS, MEMORY, IN_FLIGHT,
+// QK_NORM, FLOAT_QK_NORM, SINKS, BEHIND, CHOSEN, NORMALIZE, WARPS, PROGRAMS, MEMORY, IN_FLIGHT,
 // IN_FLIGHT_WAITING, TRIES, and a struct for each product: Qkv, Wo, Up, Down and, of a mixture,
 // RouterOp.
 
@@ -147,7 +147,8 @@ __device__ __forceinline__ void await(u32 (&values)[N], const u64* p, const int 
 }
 
 // A layer's numbers in memory, 8 bytes each, in this order: Step.fields() in step.py writes them.
-// CODES: of 16-bit weights the address of their tensor map; of the router the weights.
+// CODES: of 16-bit weights the address of their tensor map; of the router the weights. NORM_WEIGHT:
+// of Wo and Down, if BEHIND, of the norm behind them.
 enum { CODES, SCALES, NORM_WEIGHT, BIASES, PER_PRODUCT };
 enum { QKV, WO, ROUTER, UP, DOWN, PRODUCTS };
 enum {
@@ -267,6 +268,8 @@ struct Shared {
   alignas(16) float sums[MOST_UNITS][4][4];  // of x, as the digits' columns have them
   float scale[MOST_UNITS];  // what a unit's digits count
   float offset[MOST_UNITS], squares[MOST_UNITS];
+  float branch_squares[MOST_UNITS];
+  alignas(16) u16 stream[BEHIND ? D : 8];  // if BEHIND, all of the residual stream
   float all_offsets, factor;  // of a product's units; the norm's
   float entering;             // the mean of the squares of what enters a layer, plus eps
   float partial[MOST_TILES][WARPS][16];
@@ -381,39 +384,106 @@ struct Product : Sizes<O> {
     return there;
   }
 
-  // Units that a warp prepares at once, as it waits for their words. Of 16-bit weights units are
-  // short, and one after the other each would take as long as its words do.
-  static constexpr int PREPARED = S::PLAIN && S::UNITS > WARPS ? 2 : 1;
-  // Units first, first + WARPS and so on of x, words with this tag or, if it is 0, a plain row, times
-  // the norm's weight.
-  static __device__ __forceinline__ void prepare(Program& p, int first, const u64* x, u32 tag,
-                                                 const Norm* norm) {
-    float gain[PREPARED][INPUTS];
+  // A lane's weights of a norm, of the units first, first + WARPS and so on.
+  template <int N>
+  static __device__ __forceinline__ void load_gains(float (&gain)[N][INPUTS], const Norm* norm,
+                                                    int first, int lane) {
 #pragma unroll
-    for (int i = 0; i < PREPARED * INPUTS; i++) {
-      const int k = input(first + i / INPUTS * WARPS, p.lane, i % INPUTS);
+    for (int i = 0; i < N * INPUTS; i++) {
+      const int k = input(first + i / INPUTS * WARPS, lane, i % INPUTS);
       gain[i / INPUTS][i % INPUTS] = O::NORM && k < O::K ? any_number(norm[k]) : 0;
     }
-    u32 pairs[PREPARED][INPUTS / 2];
+  }
+  // Waits for a lane's pairs of these units of x: words with this tag or, if it is 0, a plain row.
+  template <int N>
+  static __device__ __forceinline__ void await_units(u32 (&pairs)[N][INPUTS / 2], const u64* x,
+                                                     u32 tag, int first, int lane) {
     const auto unit = [&](int n) { return min(first + n * WARPS, S::UNITS - 1); };
     if (ENTERS && tag == 0) {
 #pragma unroll
-      for (int i = 0; i < PREPARED * INPUTS / 2; i++) {
-        const int n = i / (INPUTS / 2), j = i % (INPUTS / 2), k = input(unit(n), p.lane, 2 * j);
+      for (int i = 0; i < N * INPUTS / 2; i++) {
+        const int n = i / (INPUTS / 2), j = i % (INPUTS / 2), k = input(unit(n), lane, 2 * j);
         pairs[n][j] = k < O::K ? ((const u32*)x)[k / 2] : 0;
       }
-    } else {
-      for (int tries = 0;; tries++) {
-        bool there = true;
-#pragma unroll
-        for (int n = 0; n < PREPARED; n++) there &= ask_for(pairs[n], x, unit(n), p.lane, tag);
-        if (all_there(there)) break;
-        if (tries > TRIES) give_up();
-      }
+      return;
     }
+    for (int tries = 0;; tries++) {
+      bool there = true;
+#pragma unroll
+      for (int n = 0; n < N; n++) there &= ask_for(pairs[n], x, unit(n), lane, tag);
+      if (all_there(there)) return;
+      if (tries > TRIES) give_up();
+    }
+  }
+
+  // Units that a warp prepares at once, as it waits for their words. Of 16-bit weights units are
+  // short, and one after the other each would take as long as its words do.
+  static constexpr int ROUNDS = (S::UNITS + WARPS - 1) / WARPS;
+  static constexpr int PREPARED = S::PLAIN && ROUNDS > 1 ? 2 : 1;
+  // Units first, first + WARPS and so on of x, times the norm's weight.
+  static __device__ __forceinline__ void prepare(Program& p, int first, const u64* x, u32 tag,
+                                                 const Norm* norm) {
+    float gain[PREPARED][INPUTS];
+    load_gains(gain, norm, first, p.lane);
+    u32 pairs[PREPARED][INPUTS / 2];
+    await_units(pairs, x, tag, first, p.lane);
 #pragma unroll
     for (int n = 0; n < PREPARED; n++)
       if (n == 0 || first + n * WARPS < S::UNITS) put(p, first + n * WARPS, pairs[n], gain[n]);
+  }
+
+  // Where norms stand behind branches: x is what a branch makes, and the stream that enters this
+  // product is the one before, which each program has, plus the norm of x. -> its pairs, of all
+  // units of the warp. Of a plain row: the stream. row_out, if it is there: where the stream goes.
+  static __device__ __forceinline__ void add_branch(Program& p, u32 (&pairs)[ROUNDS][INPUTS / 2],
+                                                    const u64* x, u32 tag, const Norm* behind,
+                                                    u16* row_out = nullptr) {
+    Shared& s = *p.s;
+    const int lane = p.lane;
+    float gain[ROUNDS][INPUTS];
+    if (!ENTERS || tag) load_gains(gain, behind, p.warp, lane);
+    await_units(pairs, x, tag, p.warp, lane);
+    float factor = 0;
+    if (!ENTERS || tag) {
+#pragma unroll
+      for (int n = 0; n < ROUNDS; n++) {
+        float squares = 0;
+#pragma unroll
+        for (int i = 0; i < INPUTS / 2; i++) {
+          const float low = low_number(pairs[n][i]), high = high_number(pairs[n][i]);
+          squares += low * low + high * high;
+        }
+        squares = all_lanes(squares, add);
+        if (p.warp + n * WARPS < S::UNITS && lane == 0)
+          s.branch_squares[p.warp + n * WARPS] = squares;
+      }
+      meet();
+      factor = rsqrtf(sum_of(s.branch_squares, S::UNITS, lane) / O::K + p.eps);
+    }
+#pragma unroll
+    for (int n = 0; n < ROUNDS; n++)
+#pragma unroll
+      for (int i = 0; i < INPUTS / 2; i++) {
+        const int unit = p.warp + n * WARPS, k = input(unit, lane, 2 * i);
+        if (unit >= S::UNITS || k >= O::K) continue;
+        u32& stream = ((u32*)s.stream)[k / 2];
+        u32& pair = pairs[n][i];
+        if (!ENTERS || tag)
+          pair = pair_of(low_number(stream) + low_number(pair) * factor * gain[n][2 * i],
+                         high_number(stream) + high_number(pair) * factor * gain[n][2 * i + 1]);
+        stream = pair;
+        if (row_out) ((u32*)row_out)[k / 2] = pair;
+      }
+  }
+  static __device__ __forceinline__ void prepare_behind(Program& p, const u64* x, u32 tag,
+                                                        const Norm* norm, const Norm* behind) {
+    u32 pairs[ROUNDS][INPUTS / 2];
+    add_branch(p, pairs, x, tag, behind);
+    float gain[ROUNDS][INPUTS];
+    load_gains(gain, norm, p.warp, p.lane);
+#pragma unroll
+    for (int n = 0; n < ROUNDS; n++)
+      if (p.warp + n * WARPS < S::UNITS) put(p, p.warp + n * WARPS, pairs[n], gain[n]);
   }
 
   // A unit becomes digits or, for 16-bit weights, three numbers for one.
@@ -710,19 +780,25 @@ struct Product : Sizes<O> {
   }
 
   // x: words with this tag, or a plain row if x_tag is 0. To: the product that reads what comes
-  // out, whose word() says where it goes.
+  // out, whose word() says where it goes. behind: if BEHIND, the weight of the norm of x.
   template <class To>
   static __device__ __forceinline__ void run(Program& p, const Layer& layer, int which,
                                              const u64* x, u32 x_tag, u64* out, u32 tag,
-                                             u16* row_out = nullptr) {
+                                             u16* row_out = nullptr,
+                                             const Norm* behind = nullptr) {
     const int here = share_of(S::ALL), field = which * PER_PRODUCT;
+    constexpr bool ADDS = BEHIND && O::NORM;  // all programs do
     // Who chooses no experts does not ask how large the stream is: nobody would wait for it.
-    if (!here && !(MEASURES && CHOOSES)) return;
+    if (!here && !ADDS && !(MEASURES && CHOOSES)) return;
     p.reload_ids();
     const Norm* norm = O::NORM ? layer.at<const Norm>(field + NORM_WEIGHT) : nullptr;
+    if constexpr (ADDS) {
+      prepare_behind(p, x, x_tag, norm, behind);
+    } else {
 #pragma unroll 1
-    for (int first = p.warp; first < S::UNITS; first += PREPARED * WARPS)
-      prepare(p, first, x, x_tag, norm);
+      for (int first = p.warp; first < S::UNITS; first += PREPARED * WARPS)
+        prepare(p, first, x, x_tag, norm);
+    }
     meet();
     // Now, while the first slots come: behind the products all would wait for it.
     if (p.warp == 0) {
@@ -1532,7 +1608,12 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
   for (int i = 0; i < LAYERS; i++) {
     const Layer layer{s.fields[1][i % 2]};
     const u32 tag = first_tag + i;
-    Product<Qkv>::run<InOrder>(p, layer, QKV, i ? ends : (const u64*)x, i ? tag - 1 : 0, qkv, tag);
+    const auto weight_behind = [&](int layer, int which) {
+      const Layer of{s.fields[1][layer & 1]};
+      return of.at<const Product<Qkv>::Norm>(which * PER_PRODUCT + NORM_WEIGHT);
+    };
+    Product<Qkv>::run<InOrder>(p, layer, QKV, i ? ends : (const u64*)x, i ? tag - 1 : 0, qkv, tag,
+                               nullptr, weight_behind(i + 1, DOWN));
     if (!share_of(Sizes<Qkv>::ALL)) meet();
     // All warps are behind the layer before, whose fields go.
     if (i + 1 < LAYERS && p.warp == 0 && lane < FIELDS)
@@ -1549,10 +1630,15 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
     add_to_logits(p, layer, logits);
     if (CHOOSES) choose_experts(p, layer, logits, route_scale);
 #endif
-    Product<Up>::run<Product<Down>>(p, layer, UP, middle, tag, gated, tag);
+    Product<Up>::run<Product<Down>>(p, layer, UP, middle, tag, gated, tag, nullptr,
+                                    weight_behind(i, WO));
     wait_for_copies();
     if (!share_of(Sizes<Down>::ALL)) meet();  // else they meet within
     Product<Down>::run<Product<Qkv>>(p, layer, DOWN, gated, tag, ends, tag,
                                      i + 1 == LAYERS ? y : nullptr);
+    if (BEHIND && i + 1 == LAYERS && blockIdx.x == 0) {
+      u32 pairs[Product<Qkv>::ROUNDS][Product<Qkv>::INPUTS / 2];
+      Product<Qkv>::add_branch(p, pairs, ends, tag, weight_behind(i, DOWN), y);
+    }
   }
 }

@@ -142,11 +142,13 @@ PER_PRODUCT = 4
 
 
 class Operation(NamedTuple):
-    """A product of a layer: the weight [N, K], and what stands around it."""
+    """A product of a layer: the weight [N, K], and what stands around it. behind: the weight of a
+    norm of what comes out, before it is added to the residual stream."""
 
     name: str
     w: Packed | Plain
     norm: Tensor | None = None
+    behind: Tensor | None = None
     bias: Tensor | None = None
     residual: bool = False
     experts: int = 0  # how many a row takes
@@ -171,7 +173,7 @@ class Operation(NamedTuple):
                 NORM=self.norm is not None,
                 FLOAT_NORM=self.norm is not None and self.norm.dtype == torch.float32,
                 BIAS=self.bias is not None,
-                RESIDUAL=self.residual,
+                RESIDUAL=self.residual and self.behind is None,
             ).items()
         )
 
@@ -187,6 +189,8 @@ class Operation(NamedTuple):
             return f"{w.kind} weights"
         if w.perm is not None:
             return "act-order"
+        if self.behind is not None and self.experts:
+            return "a norm behind a mixture"
         if not w.fits_kernels or w.K % 8 or w.N % 16 and w.gated or w.N % 2:
             return f"a product of {w.N} x {w.K} in {w.kind}"
         if w.bits == 16 and w.K % 64 and self.name != "RouterOp":
@@ -206,14 +210,22 @@ def operations(layer: nn.Module) -> list[Operation] | str:
     if not attention.fused or type(attention).__name__ != "AttentionHalf":
         return "a layer without step.cu's attention"
     halves = attention, feed_forward
-    if any(
-        type(half.norm) is not RMSNorm or type(half.post_norm) is not nn.Identity for half in halves
-    ):
-        return "norms behind a branch"
+    for half in halves:
+        if type(half.norm) is not RMSNorm:
+            return "no norm before a branch"
+        if type(half.post_norm) is nn.Identity:
+            continue
+        if type(half.post_norm) is not RMSNorm or half.post_norm.eps != half.before["eps"]:
+            return "a norm behind a branch of another kind"
     if feed_forward.layer_scale is not None or layer.block.ple is not None:
         return "a layer's own scale or embedding"
     attn = attention.attn.attn
     norms = [half.norm.weight for half in halves]
+    behind = [getattr(half.post_norm, "weight", None) for half in halves]
+    if len({None if weight is None else weight.dtype for weight in behind}) > 1:
+        return "a norm behind one branch alone"
+    if behind[0] is not None and behind[0].dtype != norms[0].dtype:
+        return "norms of two types"
     found = [weight_of(attn.wqkv), weight_of(attn.wo)]
     router = None
     if isinstance(feed_forward.ffn, FusedMoE) and not feed_forward.ffn.parallel:
@@ -223,7 +235,7 @@ def operations(layer: nn.Module) -> list[Operation] | str:
             return "a router that is no softmax of its logits, or a shared expert"
         if how.expert_scale is not None or how.n > 32 or max(how.weight.shape) > 16_000:
             return "a router of another kind"
-        router = Operation("RouterOp", Plain(how.weight), norms[1], how.bias)
+        router = Operation("RouterOp", Plain(how.weight), norms[1], bias=how.bias)
         found += [
             (part.weight(moe.w_gate_up, part.number), moe.w_gate_up.bias),
             (part.weight(moe.w_down, 0), moe.w_down.bias),
@@ -240,11 +252,11 @@ def operations(layer: nn.Module) -> list[Operation] | str:
         return "products of several ranks"
     (qkv, of_qkv), (wo, of_wo), (up, of_up), (down, of_down) = found
     return [
-        Operation("Qkv", qkv, norms[0], of_qkv),
-        Operation("Wo", wo, None, of_wo, residual=True),
+        Operation("Qkv", qkv, norms[0], bias=of_qkv),
+        Operation("Wo", wo, None, behind[0], of_wo, residual=True),
         *([router] if router else []),
-        Operation("Up", up, norms[1], of_up, experts=n),
-        Operation("Down", down, None, of_down, residual=True, experts=n),
+        Operation("Up", up, norms[1], bias=of_up, experts=n),
+        Operation("Down", down, None, behind[1], of_down, residual=True, experts=n),
     ]
 
 
@@ -309,6 +321,8 @@ def unsaid(decoder: nn.Module) -> str | None:
             layer.feed_forward.experts and layer.feed_forward.ffn.how[2:6],
             layer.feed_forward.experts and layer.feed_forward.ffn.moe.moe.clamp,
         )
+        kinds = [operation.behind is None for operation in found]
+        these = *these, kinds
         if first is None:
             first = these
         if len(eps) > 1 or these != first:
@@ -328,6 +342,7 @@ class Step:
         self.operations = operations(first)
         self.moe = first.feed_forward.ffn if first.feed_forward.experts else None
         self.fused, self.eps = first.attention.attn, first.attention.before["eps"]
+        self.behind = any(operation.behind is not None for operation in self.operations)
         attn = self.fused.attn
         of = {operation.name: operation.w for operation in self.operations}
         E, H = attn.head_dim, attn.sizes[0] // attn.head_dim
@@ -380,6 +395,8 @@ class Step:
         rest += (
             self.warps * queries * (4 * 68 + 8) + 2 * E * (queries + 2) + 2048 + 12 * (experts + 32)
         )
+        if self.behind:
+            rest += 2 * self.weight.shape[1] + 4 * max(units)
         return (self.memory - rest) // (math.ceil(max(slots) / 1024) * 1024)
 
     def maps_of(self, layer: nn.Module) -> list[list[int]]:
@@ -416,7 +433,8 @@ class Step:
         for operation, of_boxes in zip(operations(layer), maps):
             w = operation.w
             codes = of_boxes if w.bits == 16 and operation.name != "RouterOp" else w.qweight
-            tensors = codes, w.scales_and_zeros, operation.norm, operation.bias
+            norm = operation.behind if operation.norm is None else operation.norm
+            tensors = codes, w.scales_and_zeros, norm, operation.bias
             at = PER_PRODUCT * places[operation.name]
             found[at : at + 4] = map(address, tensors)
         fused = layer.attention.attn
@@ -446,6 +464,7 @@ class Step:
             QK_NORM=norm is not None,
             FLOAT_QK_NORM=norm is not None and norm.dtype == torch.float32,
             SINKS=attn.sinks is not None,
+            BEHIND=self.behind,
             CHOSEN=self.moe.how.n if self.moe else 0,
             NORMALIZE=self.moe.how.normalize if self.moe else 0,
             WARPS=self.warps,

@@ -38,6 +38,8 @@ EXPERTS = dict(num_experts=6, num_local_experts=6, num_experts_per_tok=3, moe_in
 MANY_HEADS = dict(num_attention_heads=32, num_key_value_heads=32, head_dim=128, num_hidden_layers=1)
 WIDER = "experts in 16 bits"  # with two squads of warps, and rows of two slots
 GPT_OSS = dict(intermediate_size=64, sliding_window=24, num_key_value_heads=1)
+BEHIND = dict(query_pre_attn_scalar=64, sliding_window=24)
+WIDE = dict(hidden_size=1152)  # so that a warp has several units
 LARGE = dict(intermediate_size=88_000, num_hidden_layers=1)
 LONG_CACHE = dict(max_seq_len=33_001)
 LONG = dict(head_dim=128, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
@@ -54,6 +56,8 @@ CASES = {
     "round the ring": ("llama", LONG, "int4", 32, 700, 2),
     # Each program has more of the cache than its ring holds: this is for a GPU.
     "many heads": ("llama", MANY_HEADS, "int4", 32, 2500, None),
+    "norms behind": ("gemma3_text", BEHIND, "int4", 64, 40, 3),
+    "norms behind in 16 bits": ("gemma3_text", BEHIND | WIDE, None, None, 40, 5),
     # With sinks, behind a window and, in splits, without.
     "mxfp4": ("gpt_oss", EXPERTS | GPT_OSS, None, None, 300, 3),
 }
@@ -244,8 +248,8 @@ def test_tags_begin_anew_before_they_are_too_large(tmp_path):
         ("qwen3", dict(head_dim=32), "int4", {}, "heads of 32 of which 32 turn"),
         ("qwen3", dict(num_attention_heads=32), "int4", {}, "16 queries of a key"),
         ("phi3", dict(partial_rotary_factor=0.5), "int4", {}, "heads of 64 of which 32 turn"),
-        ("olmo2", {}, "int4", {}, "norms behind a branch"),
-        ("gemma3_text", {}, "int4", {}, "norms behind a branch"),
+        ("olmo2", {}, "int4", {}, "no norm before a branch"),
+        ("gemma3_text", {}, "int4", {}, None),
         ("qwen3_moe", EXPERTS | dict(decoder_sparse_step=2), "int4", {}, "layers that differ"),
     ],
 )
