@@ -16,6 +16,9 @@ router is no product of its own, as that would take one more exchange: who has r
 multiplies them by the router's weights, and adds fixed-point numbers to words that each expert has,
 whose sum does not depend on the order. Each program then ranks the experts by itself.
 
+Where a norm stands behind a branch (Gemma 3), what the branch makes is added to the residual stream
+by who reads it: all programs have all of the stream, and norm the branch's words themselves.
+
 What one program computes the others read as words of 64 bits, 32 of numbers and 32 of a tag, which
 is another one in each layer and step: a word tells by itself that it is there, without a fence, a
 barrier of all programs or anything to clear. A layer later the word is written again. By then all
@@ -61,31 +64,38 @@ A squad takes every slot or every second, and the ring is long enough for that (
 A warp of attention takes every eighth slot where E is 128, and asks first which slot a place has
 (Shared::held).
 
-Measured on an H200, 2026-11-28, at 104cc35, the way of scripts/benchmark_step.py: us a layer, of the
-first 12 (8 of Qwen3-30B-A3B in bf16, 6 of 8B and of 7B, 4 of 7B in bf16):
+Measured on an H200, 2026-11-29, the way of scripts/benchmark_step.py: us a layer, of the first 12 (8
+of Qwen3-30B-A3B in bf16, 6 of 7B, 8B and 12B, 4 of 7B in bf16, all 30 of SmolLM2-135M), int4 in
+groups of 128:
 
                           slot    launches    one launch
-    Qwen3-30B-A3B, int4    200        28.2    20.4
-                         2,000        32.2    22.7
-                         8,000        39.0    27.2
-    Qwen3-30B-A3B, bf16    200        47.1    39.3
-                         4,000        55.3    43.6
+    Qwen3-30B-A3B, int4    200        28.0    20.2
+                         2,000        32.3    22.7
+                         8,000        39.0    24.8
+                        32,000        49.3    38.9
+    Qwen3-30B-A3B, bf16    200        47.1    38.8
     Qwen3-30B-A3B, int8    200        32.3    28.0    an earlier state
     gpt-oss-20b, MXFP4     200        47.2    50.2    an earlier state
-    Llama-3.2-1B, bf16     200        39.5    36.8
-                         8,000        43.9    42.3
-    Llama-2-7B, int4       200        38.6    32.3
-                         2,000        45.2    44.3
-                         8,000        67.0    78.8
-    Llama-3.1-8B, int4     200        38.7    35.4
-                         8,000        47.1    48.6
-                        32,000        69.5    83.9
-    Llama-2-7B, int8       200        56.8    57.9    an earlier state
-    Llama-2-7B, bf16       200       103.6   108.6
+    SmolLM2-135M, bf16     200        12.2    10.3
+    Llama-3.2-1B, bf16     200        39.6    35.8
+                         8,000        43.9    40.4
+    Gemma-3-4B, int4       200        34.8    31.3
+                         2,000        34.4    33.1
+                         8,000        33.5    34.4
+    Gemma-3-12B, int4      200        49.2    44.6
+                         8,000        49.2    50.3
+    Llama-2-7B, int4       200        39.0    32.8
+                         2,000        45.1    41.0
+                         8,000        67.3    65.3
+         in groups of 32   200        40.7    39.0
+    Llama-3.1-8B, int4   8,000        47.3    45.0
+                        32,000        69.9    69.6
+    Llama-2-7B, int8       200        54.1    56.2
+    Llama-2-7B, bf16       200       103.5   107.4
 
-A mixture's products are small, and gain most. Of a dense model short texts gain, and long ones
-lose: why_slower() lets through mixtures alone, with caches as long as one was measured. Mixtral's
-experts are too wide: their inputs leave no room for a ring (stages()).
+A mixture's products are small, and gain most. Of a dense model small layers gain, and large ones,
+whose bytes take far longer than the gaps between launches, lose: why_slower() lets through what was
+measured. Mixtral's experts are too wide: their inputs leave no room for a ring (stages()).
 
 Where the time of a layer of Qwen3-30B-A3B in int4 went when it took 21.4 us, by time stamps of a
 warp of several programs, in us: Qkv 2.2; attention, in eight programs, 3.7, of which 1.1 for its
