@@ -53,6 +53,7 @@ CASES = {
     WIDER: ("mixtral", EXPERTS | dict(hidden_size=576, intermediate_size=64), None, None, 17, 3),
     "experts in int8": ("qwen3_moe", EXPERTS | dict(hidden_size=288), "int8", None, 33, 3),
     "heads of 256": ("qwen3", dict(head_dim=256), "int8", None, 50, 3),
+    "two parts of one split": ("llama", LONG | dict(num_key_value_heads=2), None, None, 300, 3),
     "round the ring": ("llama", LONG, "int4", 32, 700, 2),
     # Each program has more of the cache than its ring holds: this is for a GPU.
     "many heads": ("llama", MANY_HEADS, "int4", 32, 2500, None),
