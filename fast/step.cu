@@ -268,7 +268,7 @@ struct Shared {
   alignas(16) float sums[MOST_UNITS][4][4];  // of x, as the digits' columns have them
   float scale[MOST_UNITS];  // what a unit's digits count
   float offset[MOST_UNITS], squares[MOST_UNITS];
-  float branch_squares[MOST_UNITS];
+  float branch_squares[BEHIND ? MOST_UNITS : 1];
   alignas(16) u16 stream[BEHIND ? D : 8];  // if BEHIND, all of the residual stream
   float all_offsets, factor;  // of a product's units; the norm's
   float entering;             // the mean of the squares of what enters a layer, plus eps
@@ -300,7 +300,7 @@ constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
 // is that of slot n - STAGES. The squad had a slot from n - 2 * SQUADS on (AT_ONCE is 2), and when
 // that was asked for, all but IN_FLIGHT - 1 of the slots before it had landed.
 static_assert(STAGES >= 2 * SQUADS + IN_FLIGHT, "the ring does not fit in shared memory");
-static_assert(HEAD_DIM % 64 == 0 && QUERIES <= 8);
+static_assert(HEAD_DIM % 64 == 0 && QUERIES <= 8 && LARGEST_SPLITS % WARPS == 0);
 
 struct Program {  // as a warp sees it
   Shared* s;

@@ -49,7 +49,8 @@ then another, so that a warp's part of x stays in its registers. Where it is not
 tiles of their own.
 
 Attention: a program has a kv head and 64 columns of its values. Of a text of more than 256 slots it
-has 128 columns of some of the slots: it reads all of each key, which would otherwise be read twice.
+has some of the slots and, where E is not 64, 128 columns: it reads all of each key, which would
+otherwise be read twice.
 Keys and values come through the ring, too, 4,096 / E slots of the cache a slot of it, before the
 query is there: a warp's own loads, asked for as early, would hold up the words that it asks for
 behind them. Where several programs share a head's slots, their sums, largest scores and totals are
@@ -61,7 +62,7 @@ once (part_of() in step.cu).
 
 A barrier's parity tells one use of a place in the ring from the next, not from the one behind that.
 A squad takes every slot or every second, and the ring is long enough for that (STAGES in step.cu).
-A warp of attention takes every eighth slot where E is 128, and asks first which slot a place has
+A warp of attention takes up to every eighth slot, and asks first which slot a place has
 (Shared::held).
 
 Measured on an H200, 2026-11-29, the way of scripts/benchmark_step.py: us a layer, of the first 12 (8

@@ -39,10 +39,12 @@ MANY_HEADS = dict(num_attention_heads=32, num_key_value_heads=32, head_dim=128, 
 WIDER = "experts in 16 bits"  # with two squads of warps, and rows of two slots
 GPT_OSS = dict(intermediate_size=64, sliding_window=24, num_key_value_heads=1)
 BEHIND = dict(query_pre_attn_scalar=64, sliding_window=24)
-WIDE = dict(hidden_size=1152)  # so that a warp has several units
+WIDE = dict(hidden_size=1152)  # a warp has several units
+SEVERAL = dict(hidden_size=576, intermediate_size=1344)
 LARGE = dict(intermediate_size=88_000, num_hidden_layers=1)
 LONG_CACHE = dict(max_seq_len=33_001)
-LONG = dict(head_dim=128, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
+LONG = dict(head_dim=256, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
+ONE_HEAD = LONG | dict(head_dim=128)
 # The kind of model and what its config changes; the format and its groups; the token's position;
 # programs. Of several splits of a text there are at least two programs for each kv head.
 CASES = {
@@ -53,7 +55,18 @@ CASES = {
     WIDER: ("mixtral", EXPERTS | dict(hidden_size=576, intermediate_size=64), None, None, 17, 3),
     "experts in int8": ("qwen3_moe", EXPERTS | dict(hidden_size=288), "int8", None, 33, 3),
     "heads of 256": ("qwen3", dict(head_dim=256), "int8", None, 50, 3),
-    "two parts of one split": ("llama", LONG | dict(num_key_value_heads=2), None, None, 300, 3),
+    "one split of two parts": ("llama", ONE_HEAD | dict(num_key_value_heads=2), "int4", 32, 300, 3),
+    "a last split of one token": ("llama", ONE_HEAD, "int4", 32, 256, 5),
+    "more splits than warps": (
+        "qwen3",
+        ONE_HEAD | dict(num_attention_heads=8),
+        "int4",
+        32,
+        600,
+        10,
+    ),
+    "long heads of 256": ("qwen3", LONG, "int8", None, 300, 3),
+    "several units in 16 bits": ("qwen3", ONE_HEAD | SEVERAL, None, None, 140, 3),
     "round the ring": ("llama", LONG, "int4", 32, 700, 2),
     # Each program has more of the cache than its ring holds: this is for a GPU.
     "many heads": ("llama", MANY_HEADS, "int4", 32, 2500, None),
