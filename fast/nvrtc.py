@@ -94,8 +94,20 @@ def check_holds(function: ctypes.c_void_p, threads: int, shared_bytes: int) -> N
         )
 
 
+def use_context() -> None:
+    """A thread that has launched nothing yet has no CUDA context: it gets PyTorch's, the primary one
+    of the current GPU, without which the driver loads nothing (error 201)."""
+    cuda, device, context = driver(), ctypes.c_int(), ctypes.c_void_p()
+    check(cuda, cuda.cuCtxGetCurrent(ctypes.byref(context)))
+    if not context:
+        check(cuda, cuda.cuDeviceGet(ctypes.byref(device), torch.cuda.current_device()))
+        check(cuda, cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        check(cuda, cuda.cuCtxSetCurrent(context))
+
+
 def load(cubin: bytes, name: str, shared_bytes: int) -> ctypes.c_void_p:
     """The function of that name, which may have so many bytes of shared memory."""
+    use_context()
     cuda, module, function = driver(), ctypes.c_void_p(), ctypes.c_void_p()
     check(cuda, cuda.cuModuleLoadData(ctypes.byref(module), cubin))
     check(cuda, cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))

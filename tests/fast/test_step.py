@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable
 from copy import deepcopy
+from threading import Thread
 from unittest.mock import MagicMock
 
 import pytest
@@ -329,6 +330,19 @@ def test_a_long_text_goes_round_the_ring(tmp_path):
     x = torch.randn(1, model.config.dim).to(BF16)
     found = step_of_model(model, 0, tmp_path)(x, position)
     assert_close(found, through_layers(exact, x, position), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["groups and norms", "experts", "norms behind"])
+def test_a_thread_that_launched_nothing_yet_compiles_the_step(tmp_path, case, capfd):
+    """As the engine's do: else layers would have launches of their own, with a line that says so."""
+    model, *_ = loaded(tmp_path, case, "cuda")
+    decoder = install_kernels(model)
+    forward, _ = decoder.step(1, lambda *_: None, None)
+    thread = Thread(target=torch.no_grad()(forward))
+    thread.start()
+    thread.join()
+    assert decoder.one_row is not None and not capfd.readouterr().err
 
 
 @pytest.mark.gpu
