@@ -43,8 +43,9 @@ from helpers import (
     same_but_for_ties,
     speculator,
     tiny,
+    with_all_experts,
 )
-from model import Config, FeedForward, KVCache, LayerConfig, MoE, MoEConfig, Transformer
+from model import Config, FeedForward, KVCache, LayerConfig, MoEConfig, Transformer
 from quantize import NVFP4, QuantizedExperts, QuantizedLinear
 from generate import Sampling, choose
 
@@ -376,16 +377,6 @@ def load_twice(
 
 
 NEWER = "glm4", "deepseek", "gemma4", "muse"
-
-
-def with_all_experts(model: Transformer) -> Transformer:
-    """Of routers by sigmoids, or with a norm of their own, an expert changes here and there where
-    fp16 rounds in two ways, and logits by up to 0.13. test_experts.py has the choice."""
-    for part in model.modules():
-        if type(part) is MoE:
-            n = dict(n_chosen=part.moe.n_expert, n_chosen_group=part.moe.n_group)
-            part.moe = replace(part.moe, **n)
-    return model
 
 
 @on_each_device

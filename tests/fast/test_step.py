@@ -13,13 +13,23 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch import nn
 
 from fast import nvrtc, use_kernels
 from fast.decoder import FusedDecoder, install_kernels
 from fast.step import LEAST_STAGES, Step, why_launches
 from gemv_on_cpu import step_on_cpu
-from helpers import load_checkpoint, make, on_each_device, one_line
+from helpers import (
+    ENGINES,
+    GREEDY,
+    load_checkpoint,
+    make,
+    on_each_device,
+    one_line,
+    run,
+    same_but_for_ties,
+    speculator,
+    with_all_experts,
+)
 from model import MoE, Transformer
 from quantize import QuantizedExperts, QuantizedLinear, plain_layer, replace_layers
 from scripts import benchmark_step
@@ -343,6 +353,32 @@ def test_a_thread_that_launched_nothing_yet_compiles_the_step(tmp_path, case, ca
     thread.start()
     thread.join()
     assert decoder.one_row is not None and not capfd.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", ["groups and norms", "experts", "norms behind", "several units in 16 bits"]
+)
+def test_an_engine_of_one_launch_gives_the_texts_of_plain_code(tmp_path, case):
+    """Alone, where a step is one launch, and in a batch, where it is not. The draft is the target."""
+    kind, changes, quantize, group, *_ = CASES[case]
+    make(tmp_path, kind, **SIZES | changes)
+
+    def load(device: str, dtype: torch.dtype) -> Transformer:
+        model = load_checkpoint(tmp_path, torch.device(device), dtype, quantize, group)
+        return with_all_experts(model)
+
+    exact, length = load("cpu", torch.float32), 350
+    prompts = [torch.randint(64, (n,)).tolist() for n in (9, 1, 14)]
+    made = ENGINES["fast"](load("cuda", BF16), length, 3, GREEDY)
+    made.warm_up(3)
+    assert made.decoder.one_row is not None
+    alone = [run(made, [prompt], 320)[0] for prompt in prompts]
+    same_but_for_ties(exact, prompts, alone, run(made, prompts, 320), 0.05)
+    plain = ENGINES["compile"](load("cuda", BF16), length, 3, GREEDY)
+    same_but_for_ties(exact, prompts, alone, run(plain, prompts, 320), 0.05)
+    drafting = speculator(load("cuda", BF16), length, load("cuda", BF16), "3", 1, GREEDY, "fast")
+    same_but_for_ties(exact, prompts[:1], alone[:1], run(drafting, prompts[:1], 320), 0.05)
 
 
 @pytest.mark.gpu
