@@ -14,7 +14,8 @@ Each configuration is one JSON object on one line of stdout; the progress bar is
 on stderr. What is compared is measured in the same run: the GPU's read
 bandwidth and matrix rate, and the plain references of --against. Without fast/
 there is no read bandwidth. Of several runs the median counts; first_call_s is
-the first one's time to its first token, once all is compiled.
+the first one's time to its first token, once all is compiled. one_launch says
+whether all layers of a step are one (fast/step.py).
 """
 
 import signal
@@ -384,10 +385,12 @@ def measure(what: str, setup: Setup, bar: tqdm) -> dict:
     # Smaller ones sit in the cache.
     read = fast.read_bandwidth(model) if fast and cuda and weights >= GIB else None
     prompt_rate = prompt_operations(config, args) / first
+    one_row = getattr(getattr(engine, "decoder", None), "one_row", None)
     result = setup.describe(what) | dict(
         ranks=setup.team.ranks,
         prompt_length=args.prompt_length,
         context=args.context,
+        one_launch=args.batch == 1 and one_row is not None,
         tokens_per_s=args.batch / step,
         steps_per_s=dict(median=1 / step, low=steps[0], high=steps[-1], runs=len(runs)),
         ms_per_token=1e3 * step,

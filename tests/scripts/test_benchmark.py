@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -25,7 +26,7 @@ from helpers import (
     tiny_head,
 )
 from model import Config, LayerConfig
-from scripts import benchmark_drafts, benchmark_speculation
+from scripts import benchmark as script, benchmark_drafts, benchmark_speculation
 from scripts.benchmark import main
 from scripts.benchmark_speculation import part_for, widen, widen_head
 from scripts.shapes import SHAPES, random_model
@@ -111,6 +112,22 @@ def test_llama_cpp_takes_turns(call, monkeypatch, tmp_path, options, converter, 
 def test_a_line_says_which_groups_were_rounded(benchmark, rounding, group):
     [found] = benchmark(f"--runs 1 --new-tokens 3 --no-compile --quantize {rounding}")
     assert found["group_size"] == group
+
+
+def test_a_line_says_whether_all_layers_are_one_launch(benchmark, monkeypatch):
+    """Of one row: here an engine that has such a step, as on a GPU."""
+    line = "--runs 1 --new-tokens 3"
+    assert [found["one_launch"] for found in benchmark(line)] == [False]
+    ready = script.ready
+
+    def with_step(*args):
+        engine = ready(*args)
+        engine.decoder = SimpleNamespace(one_row=object())
+        return engine
+
+    monkeypatch.setattr(script, "ready", with_step)
+    lines = [*benchmark(line), *benchmark(f"{line} --batch 2")]
+    assert [found["one_launch"] for found in lines] == [True, False]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
