@@ -242,6 +242,9 @@ template <class O> struct TilesHere {
 #define OPERATIONS Qkv, Wo, Up, Down
 // Whether a program has any of an expert's rows.
 #define CHOOSES (share_of(largest(Sizes<Up>::ALL, Sizes<Down>::ALL)) > 0)
+// Whether a program needs the stream: one with neither tiles of Qkv nor of Up must not read words,
+// as nobody would wait until it has.
+#define KEEPS_STREAM (share_of(largest(Sizes<Qkv>::ALL, Sizes<Up>::ALL)) > 0)
 constexpr int SLOT = (largest_of<SlotBytes, OPERATIONS>() + 1023) / 1024 * 1024;
 static_assert(SLOT >= 16 * 1024);  // of the cache there is no more
 constexpr int MOST_UNITS = largest_of<UnitsOf, OPERATIONS>();
@@ -269,7 +272,7 @@ struct Shared {
   float scale[MOST_UNITS];  // what a unit's digits count
   float offset[MOST_UNITS], squares[MOST_UNITS];
   float branch_squares[BEHIND ? MOST_UNITS : 1];
-  alignas(16) u16 stream[BEHIND ? D : 8];  // if BEHIND, all of the residual stream
+  alignas(16) u16 stream[BEHIND ? D : 8];  // if BEHIND and KEEPS_STREAM, all of the residual stream
   float all_offsets, factor;  // of a product's units; the norm's
   float entering;             // the mean of the squares of what enters a layer, plus eps
   float partial[MOST_TILES][WARPS][16];
@@ -787,9 +790,9 @@ struct Product : Sizes<O> {
                                              u16* row_out = nullptr,
                                              const Norm* behind = nullptr) {
     const int here = share_of(S::ALL), field = which * PER_PRODUCT;
-    constexpr bool ADDS = BEHIND && O::NORM;  // all programs do
+    constexpr bool ADDS = BEHIND && O::NORM;
     // Who chooses no experts does not ask how large the stream is: nobody would wait for it.
-    if (!here && !ADDS && !(MEASURES && CHOOSES)) return;
+    if (!here && !(ADDS && KEEPS_STREAM) && !(MEASURES && CHOOSES)) return;
     p.reload_ids();
     const Norm* norm = O::NORM ? layer.at<const Norm>(field + NORM_WEIGHT) : nullptr;
     if constexpr (ADDS) {

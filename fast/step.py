@@ -17,7 +17,8 @@ multiplies them by the router's weights, and adds fixed-point numbers to words t
 whose sum does not depend on the order. Each program then ranks the experts by itself.
 
 Where a norm stands behind a branch (Gemma 3), what the branch makes is added to the residual stream
-by who reads it: all programs have all of the stream, and norm the branch's words themselves.
+by who reads it: programs with tiles of Qkv or Up have all of the stream, and norm the branch's words
+themselves.
 
 What one program computes the others read as words of 64 bits, 32 of numbers and 32 of a tag, which
 is another one in each layer and step: a word tells by itself that it is there, without a fence, a
@@ -35,8 +36,8 @@ programs had added something after its reading. Step by step:
 
 So a program that has not read the last layer's qkv, say, has not written its part of attended,
 without which there is no middle, and so on to the next qkv. A new kind of word must be on this
-chain, and a program that reads words must write some. The sums of logits are added to, not written:
-a layer's are what they grow by.
+chain, and a program that reads words must write some: who has no tiles reads none. The sums of
+logits are added to, not written: a layer's are what they grow by.
 
 Nothing hangs: the launch is cooperative, so that all programs run; each wait is for something
 earlier in an order that is the same in all of them; and the ring has more slots than warps hold
@@ -50,8 +51,7 @@ tiles of their own.
 
 Attention: a program has a kv head and 64 columns of its values. Of a text of more than 256 slots it
 has some of the slots and, where E is not 64, 128 columns: it reads all of each key, which would
-otherwise be read twice.
-Keys and values come through the ring, too, 4,096 / E slots of the cache a slot of it, before the
+otherwise be read twice. Keys and values come through the ring, too, 4,096 / E slots of the cache a slot of it, before the
 query is there: a warp's own loads, asked for as early, would hold up the words that it asks for
 behind them. Where several programs share a head's slots, their sums, largest scores and totals are
 words, which all programs put together, each 32 elements of a head.

@@ -51,6 +51,13 @@ WIDER = "experts in 16 bits"  # with two squads of warps, and rows of two slots
 GPT_OSS = dict(intermediate_size=64, sliding_window=24, num_key_value_heads=1)
 BEHIND = dict(query_pre_attn_scalar=64, sliding_window=24)
 WIDE = dict(hidden_size=1152)  # a warp has several units
+SMALL = dict(
+    hidden_size=64,
+    intermediate_size=64,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    num_hidden_layers=3,
+)
 SEVERAL = dict(hidden_size=576, intermediate_size=1344)
 LARGE = dict(intermediate_size=88_000, num_hidden_layers=1)
 LONG_CACHE = dict(max_seq_len=33_001)
@@ -83,12 +90,13 @@ CASES = {
     "many heads": ("llama", MANY_HEADS, "int4", 32, 2500, None),
     "norms behind": ("gemma3_text", BEHIND, "int4", 64, 40, 3),
     "norms behind in 16 bits": ("gemma3_text", BEHIND | WIDE, None, None, 40, 5),
+    "programs without tiles": ("gemma3_text", BEHIND | SMALL, "int8", None, 10, 13),
     # With sinks, behind a window and, in splits, without.
     "mxfp4": ("gpt_oss", EXPERTS | GPT_OSS, None, None, 300, 3),
 }
 
 
-ROUND = "round the ring", "many heads"  # which have tests of their own
+OWN = "round the ring", "many heads", "programs without tiles"  # which have tests of their own
 
 
 def loaded(
@@ -153,7 +161,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, x: torch.Tensor) -
 
 
 @on_each_device
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ROUND])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in OWN])
 @torch.no_grad()
 def test_a_step_equals_the_layers_in_float64(tmp_path, case, device):
     """What comes out, twice the same to the bit, and the new token's key and value."""
@@ -244,6 +252,22 @@ def test_copies_may_come_late_and_in_any_order(tmp_path):
 
 def stages_of(decoder: FusedDecoder, programs: int, memory: int) -> int:
     return Step(decoder, programs, memory).stages()
+
+
+@torch.no_grad()
+def test_who_has_no_tiles_is_waited_for_by_nobody(tmp_path):
+    """Of 13 programs the last has none. It is late, and if it read words, these would be gone: the
+    process would end."""
+    model, exact, position, programs = loaded(tmp_path, "programs without tiles", "cpu")
+    step = Step(use_kernels(model).decoder, programs, 232_448, warps=8)
+    begin = "    p.reload_ids();\n    const Norm* norm"
+    late = "if (blockIdx.x >= 12) std::this_thread::sleep_for(std::chrono::milliseconds(1000));\n"
+    source = step.source().replace("#define TRIES 2097152", "#define TRIES 10000")
+    assert source.count(begin) == 1
+    step.source = lambda: source.replace(begin, late + begin)
+    x = torch.randn(1, model.config.dim).to(BF16)
+    found = step_on_cpu(tmp_path, step, x, torch.tensor([[position]]))
+    assert_close(found, through_layers(exact, x, position), x)
 
 
 @torch.no_grad()
