@@ -261,7 +261,7 @@ def test_who_has_no_tiles_is_waited_for_by_nobody(tmp_path):
     model, exact, position, programs = loaded(tmp_path, "programs without tiles", "cpu")
     step = Step(use_kernels(model).decoder, programs, 232_448, warps=8)
     begin = "    p.reload_ids();\n    const Norm* norm"
-    late = "if (blockIdx.x >= 12) std::this_thread::sleep_for(std::chrono::milliseconds(1000));\n"
+    late = "if (blockIdx.x >= 12) std::this_thread::sleep_for(std::chrono::milliseconds(10000));\n"
     source = step.source().replace("#define TRIES 2097152", "#define TRIES 10000")
     assert source.count(begin) == 1
     step.source = lambda: source.replace(begin, late + begin)
