@@ -244,7 +244,8 @@ template <class O> struct TilesHere {
 #define CHOOSES (share_of(largest(Sizes<Up>::ALL, Sizes<Down>::ALL)) > 0)
 // Whether a program needs the stream: one with neither tiles of Qkv nor of Up must not read words,
 // as nobody would wait until it has.
-#define KEEPS_STREAM (share_of(largest(Sizes<Qkv>::ALL, Sizes<Up>::ALL)) > 0)
+constexpr int OF_STREAM = largest(Sizes<Qkv>::ALL, Sizes<Up>::ALL);
+#define KEEPS_STREAM (OF_STREAM >= PROGRAMS || share_of(OF_STREAM) > 0)
 constexpr int SLOT = (largest_of<SlotBytes, OPERATIONS>() + 1023) / 1024 * 1024;
 static_assert(SLOT >= 16 * 1024);  // of the cache there is no more
 constexpr int MOST_UNITS = largest_of<UnitsOf, OPERATIONS>();
@@ -1034,7 +1035,7 @@ struct Splits {
   }
   // Of things that come once for each part of a task, which part the i-th is for, and how many came
   // before for the same one.
-  __device__ __forceinline__ int part_of(int i) const { return i & parts - 1; }
+  __device__ __forceinline__ int which_part(int i) const { return i & parts - 1; }
   __device__ __forceinline__ int nth_of_part(int i) const { return i >> parts - 1; }
   // The first programs have more of the products' tiles.
   __device__ __forceinline__ int first_task() const {
@@ -1298,7 +1299,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
 
   // The new token's slot is read from shared memory, as 16 slots of which 15 are masked.
   const int cached = (task.end - task.begin + 15) / 16, all_tiles = cached + task.has_new;
-  const int nth_part = of.part_of(warp), first_tile = of.nth_of_part(warp);
+  const int nth_part = of.which_part(warp), first_tile = of.nth_of_part(warp);
   float largest[2] = {-1e30f, -1e30f}, total[2] = {0, 0}, acc[4][4] = {};  // of queries 2 t + j
 #pragma unroll 1
   for (int tile = first_tile; tile < all_tiles; tile += of.nth_of_part(WARPS)) {
@@ -1415,7 +1416,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
   for (int i = warp; i < QUERIES * of.parts * (COLUMNS / 32); i += WARPS) {
     const int first = i % (COLUMNS / 32) * 32, of_head = i / (COLUMNS / 32);
     const int h = of.nth_of_part(of_head), head = kv * QUERIES + h;
-    const int nth = of.part_of(of_head), part = task.part + nth;
+    const int nth = of.which_part(of_head), part = task.part + nth;
     const int quarter = lane >> 3, column = first + (lane & 7) * 4;
     // Lane j has what the j-th warp with this part found.
     const int of_lane = lane % WARPS * of.parts + nth;
