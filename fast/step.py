@@ -58,10 +58,10 @@ words, which all programs put together, each 32 elements of a head.
 
 16-bit weights and the cache are rows of a tensor in memory. A copy takes a box of them by a tensor
 map, which has rows of 128 bytes; where these lie in a slot, all banks of shared memory are read at
-once (part_of() in step.cu).
+once (part_of() in step_base.cu).
 
 A barrier's parity tells one use of a place in the ring from the next, not from the one behind that.
-A squad takes every slot or every second, and the ring is long enough for that (STAGES in step.cu).
+A squad takes every slot or every second, and the ring is long enough for that (STAGES in step_base.cu).
 A warp of attention takes up to every eighth slot, and asks first which slot a place has
 (Shared::held).
 
@@ -147,7 +147,7 @@ TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the ker
 # fast from 200 MB on.
 LONGEST, LARGEST_DENSE = 33_000, 128 << 20
 LEAST_STAGES = 4 + IN_FLIGHT[1]  # of the ring, for two squads of eight warps
-LARGEST_SPLITS, COPIES = 32, 4  # of step.cu
+LARGEST_SPLITS, COPIES = 32, 4  # of step_base.cu and step_router.cu
 FIELDS = 30  # of a layer
 PER_PRODUCT = 4
 

@@ -1,0 +1,326 @@
+// What the pieces of step.cu share: words, a layer's numbers, sizes of products, a program's memory.
+// In front of it stands common.cu, and in front of that the table that step.py writes: BF16, D,
+// LAYERS, HEADS, KV_HEADS, HEAD_DIM, QK_NORM, FLOAT_QK_NORM, SINKS, BEHIND, CHOSEN, NORMALIZE, WARPS,
+// PROGRAMS, MEMORY, IN_FLIGHT, IN_FLIGHT_WAITING, TRIES, and a struct for each product: Qkv, Wo, Up,
+// Down and, of a mixture, RouterOp.
+
+constexpr int SQUAD_WARPS = 8, SQUADS = WARPS / SQUAD_WARPS;  // warps that share a slot
+constexpr int LARGEST_SPLITS = 32;  // programs that share the slots of a kv head
+constexpr float LOG2_E = 1.4426950408889634f;
+
+#ifndef CUDA_ON_CPU
+
+#if BF16
+#define X_TYPE "bf16"
+#else
+#define X_TYPE "f16"
+#endif
+// Words of 64 bits come and go as one, and nothing else is published by them: relaxed is enough. Of
+// two in one load each is one by itself.
+__device__ __forceinline__ u64 peek(const u64* p) {
+  u64 y;
+  asm volatile("ld.relaxed.gpu.b64 %0, [%1];" : "=l"(y) : "l"(p) : "memory");
+  return y;
+}
+__device__ __forceinline__ void peek_two(const u64* p, u64 (&y)[2]) {
+  asm volatile("ld.relaxed.gpu.v2.b64 {%0, %1}, [%2];"
+               : "=l"(y[0]), "=l"(y[1])
+               : "l"(p)
+               : "memory");
+}
+__device__ __forceinline__ void poke(u64* p, u64 y) {
+  asm volatile("st.relaxed.gpu.b64 [%0], %1;" ::"l"(p), "l"(y) : "memory");
+}
+__device__ __forceinline__ void expect_and_arrive(u64* b, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address(b)), "r"(bytes)
+               : "memory");
+}
+// The thread's number, read anew: else the compiler computes the places of all products once, keeps
+// them in registers over all layers, and spills others for it.
+__device__ __forceinline__ int thread_number() {
+  int n;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ void meet() {  // all warps but the producer
+  asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
+}
+__device__ __forceinline__ bool meet_any(bool mine) {  // whether it is so for any thread of theirs
+  int any;
+  asm volatile("{ .reg .pred p, q; setp.ne.s32 p, %1, 0; bar.red.or.pred q, 1, %2, p; "
+               "selp.s32 %0, 1, 0, q; }"
+               : "=r"(any)
+               : "r"((int)mine), "n"(WARPS * 32)
+               : "memory");
+  return any;
+}
+// Eight bytes into shared memory, there once this thread has waited for its copies.
+__device__ __forceinline__ void copy_word(u64* to, const u64* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address(to)), "l"(from) : "memory");
+}
+// A box of 16-bit numbers, as Step.maps_of() in step.py describes it, from a row on; y and z: unit
+// and expert of weights, kv head and columns of a cache.
+__device__ __forceinline__ void copy_box(void* to, const void* map, int row, int y, int z, u64* b) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %2, %4, %5}], [%6];" ::"r"(address(to)),
+      "l"(map), "r"(0), "r"(row), "r"(y), "r"(z), "r"(address(b))
+      : "memory");
+}
+__device__ __forceinline__ void arrive_for(u64* b, int warps) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(address(b)),
+               "r"(warps)
+               : "memory");
+}
+__device__ __forceinline__ void prefetch_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+// Another map may have been at the same address, and be remembered (CUDA Programming Guide, "Using
+// TMA to transfer multi-dimensional arrays").
+__device__ __forceinline__ void forget_map(const void* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+__device__ __forceinline__ bool all_there(bool mine) { return __all_sync(~0u, mine); }
+__device__ __forceinline__ void wait_for(const volatile int& number, int value) {
+  while (number != value) {
+  }
+}
+__device__ __forceinline__ void give_up() { asm volatile("trap;"); }
+__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." X_TYPE "." X_TYPE
+      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Of an 8 x 8 matrix a lane 4 g + t has elements 2 t and 2 t + 1 of row g; -> of column g.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+  u32 y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(pair));
+  return y;
+}
+
+#endif
+
+// Of groups of LANES neighbours, each by itself.
+template <int LANES = 32>
+__device__ __forceinline__ float all_lanes(float y, float (*join)(float, float)) {
+#pragma unroll
+  for (int o = LANES / 2; o; o >>= 1) y = join(y, __shfl_xor_sync(~0u, y, o));
+  return y;
+}
+__device__ __forceinline__ float add(float x, float y) { return x + y; }
+__device__ __forceinline__ float sum_of(const float* x, int n, int lane) {
+  float sum = 0;
+  for (int i = lane; i < n; i += 32) sum += x[i];
+  return all_lanes(sum, add);
+}
+__device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
+__device__ __forceinline__ float low_number(u32 pair) { return number(pair & 0xFFFF); }
+__device__ __forceinline__ float high_number(u32 pair) { return number(pair >> 16); }
+__device__ __forceinline__ u32 pair_of(float low, float high) {
+  return (u32)rounded(low) | (u32)rounded(high) << 16;
+}
+
+// Words: what one program computes and others read. The high half is a tag, another one in each
+// layer and step, so that a word tells by itself whether it is there: no fence, nothing to clear.
+__device__ __forceinline__ u64 word_of(u32 value, u32 tag) { return (u64)tag << 32 | value; }
+
+// Waits for words at p + at[i] with this tag, and keeps their values. All lanes of a warp call this
+// together; at[i] < 0: this lane wants none. What never comes ends in a trap, after which the process
+// can use the GPU no longer.
+template <int N>
+__device__ __forceinline__ void await(u32 (&values)[N], const u64* p, const int (&at)[N], u32 tag) {
+  for (int tries = 0;; tries++) {
+    bool there = true;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const u64 word = at[i] < 0 ? word_of(0, tag) : peek(p + at[i]);
+      values[i] = (u32)word;
+      there &= (u32)(word >> 32) == tag;
+    }
+    if (all_there(there)) return;
+    if (tries > TRIES) give_up();
+  }
+}
+
+// A layer's numbers in memory, 8 bytes each, in this order: Step.fields() in step.py writes them.
+// CODES: of 16-bit weights the address of their tensor map; of the router the weights. NORM_WEIGHT:
+// of Wo and Down, if BEHIND, of the norm behind them.
+enum { CODES, SCALES, NORM_WEIGHT, BIASES, PER_PRODUCT };
+enum { QKV, WO, ROUTER, UP, DOWN, PRODUCTS };
+enum {
+  K_CACHE = PRODUCTS * PER_PRODUCT,
+  V_CACHE,
+  Q_NORM,
+  K_NORM,
+  SINK,
+  COS,
+  SIN,
+  LENGTH_AND_WINDOW,  // the cache's slots in the high half
+  K_MAP,
+  V_MAP,
+  FIELDS
+};
+static_assert(FIELDS <= 32, "a lane copies one");
+
+struct Layer {
+  const u64* fields;  // in shared memory
+  template <class T>
+  __device__ __forceinline__ T* at(int field) const {
+    return (T*)fields[field];
+  }
+};
+
+template <bool>
+struct NumberOf {
+  typedef u16 Type;
+};
+template <>
+struct NumberOf<true> {
+  typedef float Type;
+};
+__device__ __forceinline__ float any_number(u16 bits) { return number(bits); }
+__device__ __forceinline__ float any_number(float x) { return x; }
+
+constexpr int divisor(int x, int y) { return y ? divisor(y, x % y) : x; }  // the greatest of both
+
+// What follows from a product's struct O: BITS, E2M1, K, N (of its outputs), GROUP (0: one a row),
+// PARTS, FLOAT_SCALES, GATED (1: SiLU, 2: GELU by tanh, 3: MoEConfig.clamp's), EXPERTS, NORM,
+// FLOAT_NORM, BIAS and RESIDUAL.
+//
+// As in gemv.cu a block is 1 KiB of 16 rows, BLOCK inputs wide, and a chunk has the scales of 16
+// rows for PER_CHUNK blocks. A unit is two blocks, what a warp multiplies at once. SUMMED is Down
+// of a mixture: its row is the chosen experts' rows one behind the other. SETS: groups of inputs in
+// a block, each with a sum of its own. TILES: of 16 rows of w, 8 of either half if GATED; ALL: of
+// all chosen experts. Of Qwen3-30B-A3B in int4, groups of 128: Up has K 2048, 8 units a row, 96
+// tiles an expert and 768 in all; Down has K 768, 3 units a row, 24 in a row of all experts, and
+// 128 tiles.
+template <class O>
+struct Sizes {
+  static constexpr bool PLAIN = O::BITS == 16, GROUPED = O::GROUP > 0;
+  static constexpr int BLOCK = 512 / O::BITS, BLOCKS = (O::K + BLOCK - 1) / BLOCK;
+  static constexpr int PER_CHUNK = O::GROUP > BLOCK ? O::GROUP / BLOCK : 1;
+  static constexpr int CHUNKS = GROUPED ? (BLOCKS + PER_CHUNK - 1) / PER_CHUNK : 1;
+  static constexpr bool BYTE_SCALES = O::E2M1 && !O::FLOAT_SCALES;
+  static constexpr int CHUNK_BYTES = (BYTE_SCALES ? 16 : 64) * O::PARTS;
+  static constexpr int UNIT_INPUTS = 2 * BLOCK, ROW_UNITS = (BLOCKS + 1) / 2;
+  static constexpr bool SUMMED = O::EXPERTS && !O::GATED;
+  static constexpr int UNITS = ROW_UNITS * (SUMMED ? O::EXPERTS : 1);
+  static constexpr int TILE_SLOTS = (UNITS + SQUAD_WARPS - 1) / SQUAD_WARPS;  // of the ring
+  static constexpr int UNIT_CHUNKS = PER_CHUNK > 1 ? 1 : 2;
+  // If PLAIN: neighbours that one copy takes, as they belong to the same row.
+  static constexpr int COPY_UNITS = SUMMED ? divisor(ROW_UNITS, SQUAD_WARPS) : SQUAD_WARPS;
+  static constexpr int CODE_BYTES = SQUAD_WARPS * 2048;
+  static constexpr int SLOT =
+      CODE_BYTES +
+      (GROUPED && !PLAIN ? (SQUAD_WARPS * UNIT_CHUNKS + (PER_CHUNK > 1)) * CHUNK_BYTES : 0);
+  // Of a unit of x a lane has so many inputs, which become so many words of digits.
+  static constexpr int INPUTS = PLAIN ? 2 : O::BITS == 4 ? 8 : 4;
+  static constexpr int DIGIT_WORDS = PLAIN ? 3 : O::BITS == 4 ? 8 : 4;
+  static constexpr int SETS = PLAIN ? 1 : O::PARTS;
+  static constexpr int TILES = (O::N + (O::GATED ? 7 : 15)) / (O::GATED ? 8 : 16);  // of an expert
+  static constexpr int ALL = TILES * (O::EXPERTS && O::GATED ? O::EXPERTS : 1);
+};
+constexpr int largest(int x, int y) { return x > y ? x : y; }
+constexpr int smallest(int x, int y) { return x < y ? x : y; }
+template <template <class> class F, class O, class... More>
+constexpr int largest_of() {
+  if constexpr (sizeof...(More) > 0) return largest(F<O>::value, largest_of<F, More...>());
+  else return F<O>::value;
+}
+template <class O> struct SlotBytes { static constexpr int value = Sizes<O>::SLOT; };
+template <class O> struct UnitsOf { static constexpr int value = Sizes<O>::UNITS; };
+template <class O> struct DigitBytes {
+  static constexpr int value = Sizes<O>::UNITS * 128 * Sizes<O>::DIGIT_WORDS;
+};
+template <class O> struct TilesHere {
+  static constexpr int value = (Sizes<O>::ALL + PROGRAMS - 1) / PROGRAMS;
+};
+#define OPERATIONS Qkv, Wo, Up, Down
+// Whether a program has any of an expert's rows.
+#define CHOOSES (share_of(largest(Sizes<Up>::ALL, Sizes<Down>::ALL)) > 0)
+// Whether a program needs the stream: one with neither tiles of Qkv nor of Up must not read words,
+// as nobody would wait until it has.
+constexpr int OF_STREAM = largest(Sizes<Qkv>::ALL, Sizes<Up>::ALL);
+#define KEEPS_STREAM (OF_STREAM >= PROGRAMS || share_of(OF_STREAM) > 0)
+constexpr int SLOT = (largest_of<SlotBytes, OPERATIONS>() + 1023) / 1024 * 1024;
+static_assert(SLOT >= 16 * 1024);  // of the cache there is no more
+constexpr int MOST_UNITS = largest_of<UnitsOf, OPERATIONS>();
+constexpr int MOST_TILES = largest_of<TilesHere, OPERATIONS>();
+constexpr int QUERIES = HEADS / KV_HEADS;  // of a kv head
+// A head's values are parts of 64 columns, of which attention's tasks have one or, of longer texts,
+// WIDE. What a slot of the ring has of the cache: rows, which 16 of them a warp takes, and bytes of
+// their keys and of a part of their values.
+constexpr int COLUMNS = 64, COLUMN_PARTS = HEAD_DIM / COLUMNS, WIDE = smallest(2, COLUMN_PARTS);
+constexpr int CACHE_ROWS = 4096 / HEAD_DIM, SLOT_TILES = CACHE_ROWS / 16;
+constexpr int KEY_BYTES = CACHE_ROWS * HEAD_DIM * 2, VALUE_BYTES = CACHE_ROWS * COLUMNS * 2;
+constexpr int PASS = 16 * WARPS;  // slots of the cache that all warps have at once
+// A box lies in rows of 128 bytes, and 16-byte part i of a row at place i ^ row % 8
+// (CU_TENSOR_MAP_SWIZZLE_128B). Eight lanes that read at once have the same four parts of two rows:
+// in rows that differ in bit 2 these lie in different banks, and far_apart() orders rows so.
+__device__ __forceinline__ int far_apart(int row) { return row ^ (row & 1) << 2; }
+__device__ __forceinline__ uint4 part_of(const unsigned char* box, int row, int part) {
+  return *(const uint4*)(box + row * 128 + ((part ^ row) & 7) * 16);
+}
+
+// A program's shared memory but for the ring.
+struct Shared {
+  alignas(16) unsigned char inputs[largest_of<DigitBytes, OPERATIONS>()];
+  alignas(16) float sums[MOST_UNITS][4][4];  // of x, as the digits' columns have them
+  float scale[MOST_UNITS];  // what a unit's digits count
+  float offset[MOST_UNITS], squares[MOST_UNITS];
+  float branch_squares[BEHIND ? MOST_UNITS : 1];
+  alignas(16) u16 stream[BEHIND ? D : 8];  // if BEHIND and KEEPS_STREAM, all of the residual stream
+  float all_offsets, factor;  // of a product's units; the norm's
+  float entering;             // the mean of the squares of what enters a layer, plus eps
+  float partial[MOST_TILES][WARPS][16];
+  // The residual stream of this program's tiles, over all layers: Wo and Down have the same tiles.
+  alignas(16) float residual[TilesHere<Wo>::value][16];
+  alignas(16) float attended[WARPS][QUERIES][64 + 4];  // 4 for the banks' sake
+  alignas(16) u16 q[QUERIES][HEAD_DIM], k[HEAD_DIM], v[HEAD_DIM];
+  float largest[QUERIES][WARPS], total[QUERIES][WARPS];
+  int experts[32];
+  float weights[32];
+#if CHOSEN
+  u64 before[RouterOp::N + 1];  // its sums, as the layer before left them
+  alignas(16) int keys[(RouterOp::N + 31) / 32 * 32];  // ordered as the logits are
+#endif
+  u32 tag;
+  int odd;                 // whether the step's number is
+  int is_first;            // whether the step is the first of its model
+  volatile int streaming;  // whether this program's warps multiply
+  u64 full[32], empty[32], chosen;
+  volatile int held[32];  // of each place of the ring, the number of the slot that has it
+  u64 fields[2][2][FIELDS];  // the producer's, and the others'; of layers with even and odd numbers
+};
+constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
+                           ? (MEMORY - (int)sizeof(Shared) - 256) / SLOT
+                           : 32;
+// A barrier's parity tells the n-th use of a place of the ring from the next use, but not from the
+// one behind that. So the use before must have landed when a squad begins to wait for slot n, which
+// is that of slot n - STAGES. The squad had a slot from n - 2 * SQUADS on (AT_ONCE is 2), and when
+// that was asked for, all but IN_FLIGHT - 1 of the slots before it had landed.
+static_assert(STAGES >= 2 * SQUADS + IN_FLIGHT, "the ring does not fit in shared memory");
+static_assert(HEAD_DIM % 64 == 0 && QUERIES <= 8 && LARGEST_SPLITS % WARPS == 0);
+
+struct Program {  // as a warp sees it
+  Shared* s;
+  unsigned char* ring;
+  int warp, lane;
+  int next_slot;  // of the ring, counted from the launch on: the first of the next product
+  float eps, limit, alpha;  // of norms; of a gate with MoEConfig.clamp
+  __device__ __forceinline__ void reload_ids() {
+    const int n = thread_number();
+    warp = n / 32;
+    lane = n % 32;
+  }
+  __device__ __forceinline__ unsigned char* slot(int at) const { return ring + at % STAGES * SLOT; }
+};
+// How many of `all` this program has: that of its number, and every PROGRAMS-th one behind.
+__device__ __forceinline__ int share_of(int all) {
+  const int n = blockIdx.x;
+  return n < all ? (all - 1 - n) / PROGRAMS + 1 : 0;
+}

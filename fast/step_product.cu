@@ -1,0 +1,521 @@
+// A product of one row: its inputs become digits, tiles come from the ring, sums become words.
+
+// Words in the order of their numbers, as attention reads them.
+struct InOrder {
+  static __device__ __forceinline__ int word(int, int k) { return k / 2; }
+};
+
+template <class O>
+struct Product : Sizes<O> {
+  typedef Sizes<O> S;
+  typedef typename NumberOf<O::FLOAT_NORM>::Type Norm;
+  // Qkv, which reads what enters a layer. Of a mixture all programs do, as its size is the router's
+  // unit.
+  static constexpr bool ENTERS = O::NORM && !O::GATED, MEASURES = CHOSEN && ENTERS;
+  static constexpr int DIGIT_WORDS = S::DIGIT_WORDS, SETS = S::SETS, INPUTS = S::INPUTS;
+
+  static __device__ __forceinline__ int in_row(int unit) {
+    return S::SUMMED ? unit % S::ROW_UNITS : unit;
+  }
+  // Where a row of this product's inputs has the word of inputs k and k + 1: what a lane wants of a
+  // unit, and what its neighbours want, lies side by side. nth: of the experts' rows.
+  static __device__ __forceinline__ int word(int nth, int k) {
+    const int unit = (S::SUMMED ? nth * S::ROW_UNITS : 0) + k / S::UNIT_INPUTS;
+    const int at = k % S::UNIT_INPUTS;
+    if (S::PLAIN) return (unit * S::UNIT_INPUTS + at) / 2;
+    constexpr int QUARTER = S::BLOCK / 4;
+    const int lane = at / QUARTER * 4 + at % 8 / 2, pair = at % QUARTER / 8;
+    return unit * (S::UNIT_INPUTS / 2) + pair / 2 * 64 + lane * 2 + pair % 2;
+  }
+  // The n-th input of a lane is number k of its row.
+  static __device__ __forceinline__ int input(int unit, int lane, int n) {
+    return in_row(unit) * S::UNIT_INPUTS + (S::PLAIN ? lane * 2 + n
+                                              : (lane >> 2) * (S::BLOCK / 4) + (n & ~1) * 4 +
+                                                    (lane & 3) * 2 + (n & 1));
+  }
+
+  typedef ::Operands<DIGIT_WORDS, SETS> Operands;
+  static __device__ __forceinline__ u32* digits_of(Shared& s, int unit) {
+    return (u32*)s.inputs + unit * 32 * DIGIT_WORDS;
+  }
+  static __device__ __forceinline__ Operands operands(Shared& s, int unit, int lane) {
+    return Operands(digits_of(s, unit) + lane * DIGIT_WORDS, lane);
+  }
+
+  // Whether a lane's words of a unit are there, where word() says: pairs of its inputs.
+  static __device__ __forceinline__ bool ask_for(u32 (&pairs)[INPUTS / 2], const u64* x, int unit,
+                                                 int lane, u32 tag) {
+    const u64* words = x + unit * (S::UNIT_INPUTS / 2);
+    constexpr int ABREAST = S::PLAIN ? 1 : 2;  // in one load
+    bool there = true;
+#pragma unroll
+    for (int i = 0; i < INPUTS / 2; i += ABREAST) {
+      u64 some[2];
+      if (S::PLAIN) some[0] = peek(words + lane);
+      else peek_two(words + i * 32 + lane * 2, some);
+#pragma unroll
+      for (int j = 0; j < ABREAST; j++) {
+        const bool wanted = O::K % S::UNIT_INPUTS == 0 || input(unit, lane, 2 * (i + j)) < O::K;
+        pairs[i + j] = wanted ? (u32)some[j] : 0;
+        there &= (u32)(some[j] >> 32) == tag || !wanted;
+      }
+    }
+    return there;
+  }
+
+  // A lane's weights of a norm, of the units first, first + WARPS and so on.
+  template <int N>
+  static __device__ __forceinline__ void load_gains(float (&gain)[N][INPUTS], const Norm* norm,
+                                                    int first, int lane) {
+#pragma unroll
+    for (int i = 0; i < N * INPUTS; i++) {
+      const int k = input(first + i / INPUTS * WARPS, lane, i % INPUTS);
+      gain[i / INPUTS][i % INPUTS] = O::NORM && k < O::K ? any_number(norm[k]) : 0;
+    }
+  }
+  // Waits for a lane's pairs of these units of x: words with this tag or, if it is 0, a plain row.
+  template <int N>
+  static __device__ __forceinline__ void await_units(u32 (&pairs)[N][INPUTS / 2], const u64* x,
+                                                     u32 tag, int first, int lane) {
+    const auto unit = [&](int n) { return min(first + n * WARPS, S::UNITS - 1); };
+    if (ENTERS && tag == 0) {
+#pragma unroll
+      for (int i = 0; i < N * INPUTS / 2; i++) {
+        const int n = i / (INPUTS / 2), j = i % (INPUTS / 2), k = input(unit(n), lane, 2 * j);
+        pairs[n][j] = k < O::K ? ((const u32*)x)[k / 2] : 0;
+      }
+      return;
+    }
+    for (int tries = 0;; tries++) {
+      bool there = true;
+#pragma unroll
+      for (int n = 0; n < N; n++) there &= ask_for(pairs[n], x, unit(n), lane, tag);
+      if (all_there(there)) return;
+      if (tries > TRIES) give_up();
+    }
+  }
+
+  // Units that a warp prepares at once, as it waits for their words. Of 16-bit weights units are
+  // short, and one after the other each would take as long as its words do.
+  static constexpr int ROUNDS = (S::UNITS + WARPS - 1) / WARPS;
+  static constexpr int PREPARED = S::PLAIN && ROUNDS > 1 ? 2 : 1;
+  // Units first, first + WARPS and so on of x, times the norm's weight.
+  static __device__ __forceinline__ void prepare(Program& p, int first, const u64* x, u32 tag,
+                                                 const Norm* norm) {
+    float gain[PREPARED][INPUTS];
+    load_gains(gain, norm, first, p.lane);
+    u32 pairs[PREPARED][INPUTS / 2];
+    await_units(pairs, x, tag, first, p.lane);
+#pragma unroll
+    for (int n = 0; n < PREPARED; n++)
+      if (n == 0 || first + n * WARPS < S::UNITS) put(p, first + n * WARPS, pairs[n], gain[n]);
+  }
+
+  // Where norms stand behind branches: x is what a branch makes, and the stream that enters this
+  // product is the one before, which each program has, plus the norm of x. -> its pairs, of all
+  // units of the warp. Of a plain row: the stream. row_out, if it is there: where the stream goes.
+  static __device__ __forceinline__ void add_branch(Program& p, u32 (&pairs)[ROUNDS][INPUTS / 2],
+                                                    const u64* x, u32 tag, const Norm* behind,
+                                                    u16* row_out = nullptr) {
+    Shared& s = *p.s;
+    const int lane = p.lane;
+    float gain[ROUNDS][INPUTS];
+    if (!ENTERS || tag) load_gains(gain, behind, p.warp, lane);
+    await_units(pairs, x, tag, p.warp, lane);
+    float factor = 0;
+    if (!ENTERS || tag) {
+#pragma unroll
+      for (int n = 0; n < ROUNDS; n++) {
+        float squares = 0;
+#pragma unroll
+        for (int i = 0; i < INPUTS / 2; i++) {
+          const float low = low_number(pairs[n][i]), high = high_number(pairs[n][i]);
+          squares += low * low + high * high;
+        }
+        squares = all_lanes(squares, add);
+        if (p.warp + n * WARPS < S::UNITS && lane == 0)
+          s.branch_squares[p.warp + n * WARPS] = squares;
+      }
+      meet();
+      factor = rsqrtf(sum_of(s.branch_squares, S::UNITS, lane) / O::K + p.eps);
+    }
+#pragma unroll
+    for (int n = 0; n < ROUNDS; n++)
+#pragma unroll
+      for (int i = 0; i < INPUTS / 2; i++) {
+        const int unit = p.warp + n * WARPS, k = input(unit, lane, 2 * i);
+        if (unit >= S::UNITS || k >= O::K) continue;
+        u32& stream = ((u32*)s.stream)[k / 2];
+        u32& pair = pairs[n][i];
+        if (!ENTERS || tag)
+          pair = pair_of(low_number(stream) + low_number(pair) * factor * gain[n][2 * i],
+                         high_number(stream) + high_number(pair) * factor * gain[n][2 * i + 1]);
+        stream = pair;
+        if (row_out) ((u32*)row_out)[k / 2] = pair;
+      }
+  }
+  static __device__ __forceinline__ void prepare_behind(Program& p, const u64* x, u32 tag,
+                                                        const Norm* norm, const Norm* behind) {
+    u32 pairs[ROUNDS][INPUTS / 2];
+    add_branch(p, pairs, x, tag, behind);
+    float gain[ROUNDS][INPUTS];
+    load_gains(gain, norm, p.warp, p.lane);
+#pragma unroll
+    for (int n = 0; n < ROUNDS; n++)
+      if (p.warp + n * WARPS < S::UNITS) put(p, p.warp + n * WARPS, pairs[n], gain[n]);
+  }
+
+  // A unit becomes digits or, for 16-bit weights, three numbers for one.
+  static __device__ __forceinline__ void put(Program& p, int unit, const u32 (&pairs)[INPUTS / 2],
+                                             const float (&gain)[INPUTS]) {
+    Shared& s = *p.s;
+    const int lane = p.lane;
+    float v[INPUTS], squares = 0;
+    u32 most = 0x20000000;  // 1e-19
+#pragma unroll
+    for (int i = 0; i < INPUTS; i++) {
+      v[i] = i & 1 ? high_number(pairs[i / 2]) : low_number(pairs[i / 2]);
+      if (O::NORM) {
+        squares += v[i] * v[i];
+        v[i] *= gain[i];
+      }
+      const u32 size = __float_as_uint(v[i]) & 0x7fffffff;
+      most = size > most ? size : most;
+    }
+    if (O::NORM) {
+      squares = all_lanes(squares, add);
+      if (lane == 0) s.squares[unit] = squares;
+    }
+    // All |v| are below 2^(exponent - 126).
+    const u32 exponent = __reduce_max_sync(~0u, most) >> 23;
+    if constexpr (S::PLAIN) {
+      // Three numbers of 16 bits, below 8 so that fp16 has room for the last, whose sum is that
+      // of 24. 200 stands for any exponent where 255 makes the result NaN.
+      const float scale = __uint_as_float((256 - (exponent < 255 ? exponent : 200)) << 23);
+      v[0] *= scale;
+      v[1] *= scale;
+#pragma unroll
+      for (int part = 0; part < 3; part++) {
+        const u32 pair = pair_of(v[0], v[1]);
+        ((u32*)s.inputs)[(unit * 3 + part) * 32 + lane] = pair;
+        v[0] -= low_number(pair);
+        v[1] -= high_number(pair);
+      }
+      if (lane == 0)
+        s.scale[unit] = __uint_as_float(exponent == 255 ? 0x7fc00000 : (exponent - 2) << 23);
+    } else {
+      // |v * scale| is below 2^26, as the scale is 2^(152 - exponent).
+      const float scale = __uint_as_float((127 + 152 - (exponent < 255 ? exponent : 200)) << 23);
+      put_digits<DIGIT_WORDS, SETS, O::E2M1>(digits_of(s, unit), v, scale, lane);
+      __syncwarp();
+      const Operands o = operands(s, unit, lane);
+      const u32 ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
+      const u32 nibbles[4] = {0x11111111u, 0x11111111u, 0x11111111u, 0x11111111u};  // ones
+      int c4[4][4] = {};  // each m has its own, as a chain of products is slow
+#pragma unroll
+      for (int m = 0; m < 4; m++) {
+        if constexpr (O::BITS == 4) {
+          imma(c4[m], O::E2M1 ? ones : nibbles, o.b[m][0][0], o.b[m][1][0]);
+          imma(c4[m], ones, o.b[m][0][1], o.b[m][1][1]);
+        } else {
+          imma(c4[m], ones, o.b[m][0][0], o.b[m][1][0]);
+        }
+      }
+      float offset = 0;
+#pragma unroll
+      for (int set = 0; set < SETS; set++) {
+        int low = 0, high = 0;
+#pragma unroll
+        for (int m = set * (4 / SETS); m < (set + 1) * (4 / SETS); m++) {
+          low += c4[m][0];
+          high += c4[m][1];
+        }
+        const float sum = (float)(low + 256 * high);
+        if (lane < 4) s.sums[unit][set][lane] = sum;
+        offset += sum;
+      }
+      // 1 / scale, and what else a product is too large by: int4's codes 16, e2m1's 2. Infinity and
+      // NaN have no digits.
+      const float one = exponent == 255
+                            ? __uint_as_float(0x7fc00000)
+                            : __uint_as_float((exponent - (O::E2M1 ? 26 : O::BITS == 4 ? 29 : 25))
+                                              << 23);
+      if (lane == 0) s.scale[unit] = one;
+      if (!S::GROUPED) {
+        offset *= lane & 1 ? one * 65536 : one;
+        offset += __shfl_xor_sync(~0u, offset, 1);
+        offset += __shfl_xor_sync(~0u, offset, 2);
+        if (lane == 0) s.offset[unit] = offset;
+      }
+    }
+  }
+
+  // Of a slot, the units that belong to the same expert's row as its unit w. begin: the first of
+  // them; first_block: that one's first block in its row; chunk: where the slot has their scales.
+  struct RowPart {
+    int begin, first_block, chunk;
+    __device__ __forceinline__ RowPart(int nth_slot, int w) {
+      const int unit = in_row(nth_slot * SQUAD_WARPS + w);
+      begin = S::SUMMED && unit < w ? w - unit : 0;
+      first_block = 2 * (unit - (w - begin));
+      chunk = begin * S::UNIT_CHUNKS + (S::PER_CHUNK > 1 && begin > 0);
+    }
+  };
+  static __device__ __forceinline__ int nth_of(int tile, int unit) {
+    return S::SUMMED ? unit / S::ROW_UNITS : O::EXPERTS ? tile / S::TILES : 0;
+  }
+
+  static __device__ __forceinline__ void group_of(const void* here, long long i, float& scale,
+                                                  float& zero) {
+    zero = O::E2M1 ? 16 : 1 << (O::BITS - 1);
+    ::group_of<S::BYTE_SCALES, O::FLOAT_SCALES>(here, i, scale, zero);
+  }
+
+  // What two columns of a sum make, of row i * 8.
+  static __device__ __forceinline__ float value_of(const int (&c)[4], const int (&d)[4], int i) {
+    return (float)(c[2 * i] + d[2 * i]) + 256 * (float)(c[2 * i + 1] + d[2 * i + 1]);
+  }
+
+  // What a lane needs of x and of the slot's order for the same unit of several tiles.
+  struct Unit {
+    Operands o;
+    RowPart run;
+    int unit, wl, lane;
+    float sums[SETS], scale;
+    __device__ __forceinline__ Unit(Shared& s, int nth_slot, int wl, int lane)
+        : o(operands(s, nth_slot * SQUAD_WARPS + wl, lane)), run(nth_slot, wl),
+          unit(nth_slot * SQUAD_WARPS + wl), wl(wl), lane(lane) {
+#pragma unroll
+      for (int i = 0; i < SETS; i++) sums[i] = s.sums[unit][i][lane & 3];
+      scale = lane & 1 ? s.scale[unit] * 65536 : s.scale[unit];
+    }
+    // Of rows lane / 4 and lane / 4 + 8, what this lane's column gives.
+    __device__ __forceinline__ void multiply(const unsigned char* stage, float& y0,
+                                             float& y1) const {
+      const int row = lane >> 2, half = lane >> 1 & 1, unit_block = 2 * in_row(unit);
+      const uint4* from = (const uint4*)(stage + wl * 2048) + lane;
+      const uint4 p[2][2] = {{from[0], from[32]}, {from[64], from[96]}};  // [block][row or row + 8]
+      int c[4] = {0, 0, 0, 0}, d[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int m = 0; m < 4; m++) {
+        const uint4 low = p[m >> 1][0], high = p[m >> 1][1];
+        const u32 a[4] = {m & 1 ? low.z : low.x, m & 1 ? high.z : high.x, m & 1 ? low.w : low.y,
+                          m & 1 ? high.w : high.y};
+        add_products<DIGIT_WORDS, O::E2M1>(c, d, a, o.b[m]);
+        if (S::GROUPED && (m + 1) % (4 / SETS) == 0) {
+          const int set = m / (4 / SETS);
+          const int block = unit_block + (SETS == 1 ? half : SETS == 2 ? set : set >> 1);
+          const int part = SETS == 1 ? 0 : SETS == 2 ? half : (set & 1) * 2 + half;
+          if (block < S::BLOCKS) {
+            const int chunk = run.chunk + block / S::PER_CHUNK - run.first_block / S::PER_CHUNK;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              float scale, zero;
+              group_of(stage + S::CODE_BYTES, (chunk * 16 + row + 8 * i) * O::PARTS + part, scale,
+                       zero);
+              (i ? y1 : y0) += scale * (value_of(c, d, i) - zero * sums[set]);
+            }
+          }
+          c[0] = c[1] = c[2] = c[3] = d[0] = d[1] = d[2] = d[3] = 0;
+        }
+      }
+      if (!S::GROUPED) {
+        y0 = value_of(c, d, 0);
+        y1 = value_of(c, d, 1);
+      }
+      y0 *= scale;
+      y1 *= scale;
+    }
+  };
+  struct PlainUnit {
+    uint4 x[2];  // of eight inputs of each 32 the part that is column lane / 4 of mma()'s operand
+    float scale;
+    int unit, wl, lane;
+    __device__ __forceinline__ PlainUnit(const Shared& s, int nth_slot, int wl, int lane)
+        : unit(nth_slot * SQUAD_WARPS + wl), wl(wl), lane(lane) {
+      const int part = lane >> 2;
+      const uint4* from = (const uint4*)s.inputs + (unit * 3 + min(part, 2)) * 8 + (lane & 3);
+#pragma unroll
+      for (int i = 0; i < 2; i++) x[i] = part < 3 ? from[i * 4] : uint4{0, 0, 0, 0};
+      scale = s.scale[unit];
+    }
+    __device__ __forceinline__ void multiply(const unsigned char* stage, float& y0,
+                                             float& y1) const {
+      const unsigned char* box = stage + wl * 2048;
+      float c[4] = {}, d[4] = {};
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const uint4 low = part_of(box, row_of(lane), i * 4 + (lane & 3));
+        const uint4 high = part_of(box, row_of(lane) + 8, i * 4 + (lane & 3));
+        // Both operands have their inputs in the same other order, which a sum does not see.
+        mma(c, {low.x, high.x, low.y, high.y}, x[i].x, x[i].y);
+        mma(d, {low.z, high.z, low.w, high.w}, x[i].z, x[i].w);
+      }
+      y0 = (c[0] + c[1] + d[0] + d[1]) * scale;
+      y1 = (c[2] + c[3] + d[2] + d[3]) * scale;
+    }
+  };
+  // Which of a tile's first eight rows a lane has.
+  static __device__ __forceinline__ int row_of(int lane) {
+    return S::PLAIN ? far_apart(lane >> 2) : lane >> 2;
+  }
+  template <bool, class A, class B> struct Either { typedef A Type; };
+  template <class A, class B> struct Either<false, A, B> { typedef B Type; };
+
+  // ABREAST squads take a tile's slots at once, and are a team; teams have tiles of their own.
+  static constexpr int ABREAST = S::TILE_SLOTS < SQUADS ? S::TILE_SLOTS : SQUADS;
+  static constexpr int TEAMS = SQUADS / ABREAST;
+  static constexpr int ENTRIES = ABREAST * SQUAD_WARPS;  // sums of a tile and a row in partial
+  // Tiles whose instructions need not wait for each other, where a team has many.
+  static constexpr int AT_ONCE = TilesHere<O>::value >= 4 * TEAMS ? 2 : 1;
+
+  // Multiplies this warp's unit of the program's tiles begin, begin + by, and so on below `here`.
+  // nth_slot: which slot of a tile it is in; at: the slot of tile `begin`; the next tile's is
+  // by_slots later. The sums are entry `entry` of partial, where is_first says that nothing is
+  // there yet.
+  static __device__ __forceinline__ void multiply_tiles(const Program& p, int nth_slot, int begin,
+                                                        int by, int here, int at, int by_slots,
+                                                        int entry, bool is_first) {
+    Shared& s = *p.s;
+    const int wl = p.warp % SQUAD_WARPS, unit = nth_slot * SQUAD_WARPS + wl, column = p.lane & 3;
+    const bool there = unit < S::UNITS;
+    typedef typename Either<S::PLAIN, PlainUnit, Unit>::Type MyUnit;
+    const MyUnit u(s, there ? nth_slot : 0, there ? wl : 0, p.lane);
+#pragma unroll 1
+    for (int t = begin; t < here; t += AT_ONCE * by, at += AT_ONCE * by_slots) {
+      float y[AT_ONCE][2] = {};
+      int slots[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        slots[i] = t + i * by < here ? at + i * by_slots : at;  // behind the last, the first again
+        wait(&s.full[slots[i] % STAGES], slots[i] / STAGES & 1);
+      }
+      if (there)
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) u.multiply(p.slot(slots[i]), y[i][0], y[i][1]);
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        // The four lanes of a row: the odd ones take row + 8.
+        float mine = column & 1 ? y[i][1] : y[i][0], other = column & 1 ? y[i][0] : y[i][1];
+        mine += __shfl_xor_sync(~0u, other, 1);
+        mine += __shfl_xor_sync(~0u, mine, 2);
+        if (t + i * by >= here) break;
+        if (p.lane == 0) arrive(&s.empty[slots[i] % STAGES]);
+        if (column < 2) {
+          float& sum = s.partial[t + i * by][entry][row_of(p.lane) + 8 * column];
+          sum = is_first ? mine : sum + mine;
+        }
+      }
+    }
+  }
+
+  // A warp's lanes have the 16 rows of the t-th tile twice: their sums -> words, and `row_out`, if
+  // it is there, as a plain row.
+  template <class To>
+  static __device__ __forceinline__ void finish(const Program& p, int t, const Layer& layer,
+                                                int field, u64* out, u32 tag, u16* row_out) {
+    Shared& s = *p.s;
+    const int lane = p.lane, r = lane & 15, mine = blockIdx.x + t * PROGRAMS;
+    const int nth = nth_of(mine, 0), tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
+    const int n = O::GATED ? tile * 8 + (r & 7) : tile * 16 + r;  // of the outputs
+    const int row = n + (O::GATED && r >= 8 ? O::N : 0);  // of w
+    const bool there = n < O::N;
+    float y = 0;
+#pragma unroll 4
+    for (int w = lane >> 4; w < ENTRIES; w += 2) y += s.partial[t][w][r];
+    y += __shfl_xor_sync(~0u, y, 16);
+    if (!S::GROUPED && !S::PLAIN) {
+      float scale, zero;
+      const long long tiles = (O::EXPERTS ? (long long)s.experts[nth] * S::TILES : 0) + tile;
+      group_of(layer.at<const void>(field + SCALES), tiles * 16 + r, scale, zero);
+      y = (y - zero * s.all_offsets) * scale;
+    }
+    if (O::NORM) y *= s.factor;
+    if (O::BIAS) {
+      const u16* bias = layer.at<const u16>(field + BIASES);
+      if (there)
+        for (int i = S::SUMMED ? 0 : nth; i < (S::SUMMED ? O::EXPERTS : nth + 1); i++)
+          y += number(bias[(O::EXPERTS ? s.experts[i] : 0) * (O::GATED ? 2 : 1) * O::N + row]) *
+               (S::SUMMED ? s.weights[i] : 1);
+    }
+    if (O::RESIDUAL) {
+      y = number(rounded(y + s.residual[t][r]));
+      __syncwarp();
+      if (lane < 16) s.residual[t][r] = y;
+    }
+    if (O::GATED) {
+      y = gated<O::GATED>(y, __shfl_down_sync(~0u, y, 8), p.limit, p.alpha);
+      if (O::EXPERTS) y *= s.weights[nth];
+    }
+    constexpr int ROWS = O::GATED ? 8 : 16;
+    const float low = __shfl_sync(~0u, y, lane * 2 & 31);
+    const float high = __shfl_sync(~0u, y, lane * 2 + 1 & 31);
+    const int pair = tile * (ROWS / 2) + lane;
+    if (lane < ROWS / 2 && 2 * pair < O::N) {
+      poke(out + To::word(nth, 2 * pair), word_of(pair_of(low, high), tag));
+      if (O::RESIDUAL && row_out) ((u32*)row_out)[pair] = pair_of(low, high);
+    }
+  }
+
+  // x: words with this tag, or a plain row if x_tag is 0. To: the product that reads what comes
+  // out, whose word() says where it goes. behind: if BEHIND, the weight of the norm of x.
+  template <class To>
+  static __device__ __forceinline__ void run(Program& p, const Layer& layer, int which,
+                                             const u64* x, u32 x_tag, u64* out, u32 tag,
+                                             u16* row_out = nullptr,
+                                             const Norm* behind = nullptr) {
+    const int here = share_of(S::ALL), field = which * PER_PRODUCT;
+    constexpr bool ADDS = BEHIND && O::NORM;
+    // Who chooses no experts does not ask how large the stream is: nobody would wait for it.
+    if (!here && !(ADDS && KEEPS_STREAM) && !(MEASURES && CHOOSES)) return;
+    p.reload_ids();
+    const Norm* norm = O::NORM ? layer.at<const Norm>(field + NORM_WEIGHT) : nullptr;
+    if constexpr (ADDS) {
+      prepare_behind(p, x, x_tag, norm, behind);
+    } else {
+#pragma unroll 1
+      for (int first = p.warp; first < S::UNITS; first += PREPARED * WARPS)
+        prepare(p, first, x, x_tag, norm);
+    }
+    meet();
+    // Now, while the first slots come: behind the products all would wait for it.
+    if (p.warp == 0) {
+      Shared& s = *p.s;
+      s.streaming = 1;
+      if (!S::GROUPED && !S::PLAIN) {
+        const float offset = sum_of(s.offset, S::UNITS, p.lane);
+        if (p.lane == 0) s.all_offsets = offset;
+      }
+      if (O::NORM) {
+        const float mean = sum_of(s.squares, S::UNITS, p.lane) / O::K + p.eps;
+        if (p.lane == 0) {
+          s.factor = rsqrtf(mean);
+          if (MEASURES) s.entering = mean;
+        }
+      }
+    }
+    const int squad = p.warp / SQUAD_WARPS;
+    if constexpr (TEAMS > 1) {
+      const int nth_slot = squad % ABREAST, team = squad / ABREAST;
+      if (team < TEAMS)
+        multiply_tiles(p, nth_slot, team, TEAMS, here, p.next_slot + team * ABREAST + nth_slot,
+                       TEAMS * ABREAST, nth_slot * SQUAD_WARPS + p.warp % SQUAD_WARPS, true);
+    } else {
+      int at = p.next_slot;
+#pragma unroll 1
+      for (int first = 0; first < S::TILE_SLOTS; first += ABREAST) {
+        const int width = min(ABREAST, S::TILE_SLOTS - first);
+        if (squad < width)
+          multiply_tiles(p, first + squad, 0, 1, here, at + squad, width, p.warp, first == 0);
+        at += here * width;
+      }
+    }
+    p.next_slot += here * S::TILE_SLOTS;
+    meet();
+    if (p.warp == 0) p.s->streaming = 0;
+#pragma unroll 1
+    for (int t = p.warp; t < here; t += WARPS)
+      finish<To>(p, t, layer, field, out, tag, row_out);
+  }
+};

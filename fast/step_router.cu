@@ -1,0 +1,170 @@
+// A mixture's router: logits as sums that all programs add to, and the choice of experts.
+
+#if CHOSEN
+// A router's logits are sums over the residual stream, of which each program has some rows: it
+// multiplies those and adds what they give to the words of `logits`, one an expert and one more for
+// the squares of the stream:
+//
+//     | a sum of 54 bits, with its sign | how many have been added: COUNT_BITS |
+//
+// Sums of fixed-point numbers are the same in any order. STREAM_TILES numbers together stay below
+// 2^(BAD_BIT - 1). What is no number, or is too large, counts 2^BAD_BIT, and all of these fit. The
+// steps with even and odd numbers have words of their own, and each step clears the other's for the
+// next; within a step a layer's sum is what a word has grown by. Of each word there are COPIES,
+// which the reader adds: additions of all programs to one word wait for each other.
+constexpr int STREAM_TILES = Sizes<Wo>::TILES, COUNT_BITS = 10, COPIES = 4;
+constexpr int bits_of(int x) { return x ? 1 + bits_of(x / 2) : 0; }
+constexpr int BAD_BIT = 53 - bits_of(STREAM_TILES), MOST_BIT = BAD_BIT - 1 - bits_of(STREAM_TILES);
+// Below the point, of a logit and of the squares, in units of the stream that enters the layer.
+constexpr int LOGIT_BITS = 22, SQUARES_BITS = 16;
+constexpr int SUMS = RouterOp::N + 1;  // of one copy
+static_assert(STREAM_TILES < 1 << COUNT_BITS);
+
+// The largest power of two up to the size of the stream that enters the layer.
+__device__ __forceinline__ float stream_unit(const Program& p) {
+  const float rms = sqrtf(fminf(fmaxf(p.s->entering, 1e-30f), 1e30f));
+  return __uint_as_float(__float_as_uint(rms) & 0x7f800000);
+}
+__device__ __forceinline__ void add_number(u64* sum, float y) {
+  const bool fits = fabsf(y) < (float)(1ull << MOST_BIT);  // no NaN does
+  const long long number = fits ? llrintf(y) : 1ll << BAD_BIT;
+  atomicAdd(sum, ((u64)number << COUNT_BITS) + 1);
+}
+__device__ __forceinline__ void add_to_logits(Program& p, const Layer& layer, u64* logits) {
+  typedef NumberOf<RouterOp::FLOAT_NORM>::Type Norm;
+  constexpr int X = RouterOp::N;
+  p.reload_ids();
+  Shared& s = *p.s;
+  const int here = share_of(STREAM_TILES), lane = p.lane, quarter = lane & 3;
+  if (!here) return;
+  const u16* weight = layer.at<const u16>(ROUTER * PER_PRODUCT + CODES);
+  const Norm* norm = layer.at<const Norm>(ROUTER * PER_PRODUCT + NORM_WEIGHT);
+  const int e_here = p.warp * 8 + (lane >> 2), k_here = (int)blockIdx.x * 16 + quarter * 4;
+  const auto load = [&](int e, int k) {
+    return k < D ? *(const uint2*)(weight + (long long)min(e, X - 1) * D + k) : uint2{0, 0};
+  };
+  uint2 w = load(e_here, k_here);
+  const float one = 1 / stream_unit(p), scale = one * (1 << LOGIT_BITS);
+  u64* sums = logits + (s.odd * COPIES + blockIdx.x % COPIES) * SUMS;
+  meet();  // the rows are there
+#pragma unroll 1
+  for (int t = 0; t < here; t++) {
+    const int k = k_here + t * PROGRAMS * 16;
+    float4 rows = *(const float4*)&s.residual[t][quarter * 4];
+    if (p.warp == t % WARPS) {
+      float squares = k < D && lane < 4 ? rows.x * rows.x + rows.y * rows.y + rows.z * rows.z +
+                                              rows.w * rows.w
+                                        : 0;
+      squares = all_lanes<4>(squares, add);
+      if (lane == 0) add_number(sums + X, squares * one * one * (1 << SQUARES_BITS));
+    }
+    if (k < D) {
+      rows.x *= any_number(norm[k]);
+      rows.y *= any_number(norm[k + 1]);
+      rows.z *= any_number(norm[k + 2]);
+      rows.w *= any_number(norm[k + 3]);
+    }
+#pragma unroll 1
+    for (int e = e_here; e - (lane >> 2) < X; e += WARPS * 8) {
+      if (t || e != e_here) w = load(e, k);
+      float y = low_number(w.x) * rows.x + high_number(w.x) * rows.y + low_number(w.y) * rows.z +
+                high_number(w.y) * rows.w;
+      y += __shfl_xor_sync(~0u, y, 1);
+      y += __shfl_xor_sync(~0u, y, 2);
+      if (quarter == 0 && e < X) add_number(sums + e, y * scale);
+    }
+  }
+}
+
+// What the n-th sum of a copy has grown by. All lanes of a warp call this together.
+__device__ __forceinline__ float await_sum(Program& p, const u64* sums, int n, u64& before) {
+  for (int tries = 0;; tries++) {
+    u64 grown = -before;
+#pragma unroll
+    for (int c = 0; c < COPIES; c++) grown += peek(sums + c * SUMS + n);
+    if (all_there((grown & (1 << COUNT_BITS) - 1) == STREAM_TILES)) {
+      before += grown;
+      const long long sum = (long long)grown >> COUNT_BITS;
+      return sum < 1ll << BAD_BIT - 1 ? (float)sum : __uint_as_float(0x7fc00000);
+    }
+    if (tries > TRIES) give_up();
+  }
+}
+
+// The experts with the largest logits, of equal ones those with the lowest numbers, and their
+// weights. A NaN among the logits makes all weights NaN. An expert's place is how many come before
+// it, which all warps count.
+__device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, const u64* logits,
+                                               float scale) {
+  constexpr int X = RouterOp::N, ALL = (X + 31) / 32 * 32;
+  constexpr int LOWEST = -0x7fffffff;  // below all numbers
+  p.reload_ids();
+  Shared& s = *p.s;
+  const int lane = p.lane;
+  bool nan = false;
+  u64 before_squares = 0;
+  if (p.warp * 32 < X) {
+    const float unit = stream_unit(p);
+    const u16* bias = layer.at<const u16>(ROUTER * PER_PRODUCT + BIASES);
+    const u64* sums = logits + s.odd * COPIES * SUMS;
+    // First the squares alone: asking for all words delays those who still add.
+    u64 squares_before = s.before[X];
+    const float squares = await_sum(p, sums, X, squares_before);
+    const float one =
+        rsqrtf(squares * unit * unit / (1 << SQUARES_BITS) / D + p.eps) * unit / (1 << LOGIT_BITS);
+#pragma unroll 1
+    for (int e = p.warp * 32 + lane; e - lane < X; e += WARPS * 32) {
+      const int n = min(e, X - 1);
+      u64 before = s.before[n];
+      float logit = await_sum(p, sums, n, before) * one;
+      __syncwarp();  // all have read before one writes
+      if (RouterOp::BIAS) logit += number(bias[n]);
+      if (e < X) s.before[e] = before;
+      const int bits = __float_as_uint(logit);
+      nan |= logit != logit;
+      s.keys[e] = e < X && logit == logit ? bits ^ (bits >> 31 & 0x7fffffff) : LOWEST;
+    }
+    before_squares = squares_before;
+  }
+  nan = meet_any(nan);
+  if (p.warp == 0 && lane == 0) s.before[X] = before_squares;
+#pragma unroll 1
+  for (int first = p.warp * 8; first < X; first += WARPS * 8) {
+    const int e = min(first + (lane >> 2), X - 1), mine = s.keys[e];
+    int before = 0;
+#pragma unroll 2
+    for (int i = (lane & 3) * 4; i < ALL; i += 16) {
+      const uint4 four = *(const uint4*)&s.keys[i];
+      const int keys[4] = {(int)four.x, (int)four.y, (int)four.z, (int)four.w};
+      if (i / 4 == e / 4) {  // mine is one of these
+#pragma unroll
+        for (int j = 0; j < 4; j++) before += keys[j] > mine - (i + j < e);
+      } else {
+        const int least = i < e ? mine - 1 : mine;
+#pragma unroll
+        for (int j = 0; j < 4; j++) before += keys[j] > least;
+      }
+    }
+    before += __shfl_xor_sync(~0u, before, 1);
+    before += __shfl_xor_sync(~0u, before, 2);
+    if (before < CHOSEN) {
+      s.experts[before] = e;
+      s.weights[before] = __uint_as_float(mine ^ (mine >> 31 & 0x7fffffff));  // its logit
+    }
+  }
+  meet();
+  if (p.warp) return;
+  if (lane == 0) arrive(&s.chosen);
+  const float top = s.weights[0];
+  const float share = lane < CHOSEN ? exp2f((s.weights[lane] - top) * LOG2_E) : 0;
+  float all = NORMALIZE ? share : 0;
+  if (!NORMALIZE)
+    for (int e = lane; e < X; e += 32) {
+      const int key = s.keys[e];
+      all += exp2f((__uint_as_float(key ^ (key >> 31 & 0x7fffffff)) - top) * LOG2_E);
+    }
+  all = all_lanes(all, add);
+  __syncwarp();
+  if (lane < CHOSEN) s.weights[lane] = nan ? __uint_as_float(0x7fc00000) : share / all * scale;
+}
+#endif
