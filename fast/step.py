@@ -65,9 +65,12 @@ A squad takes every slot or every second, and the ring is long enough for that (
 A warp of attention takes up to every eighth slot, and asks first which slot a place has
 (Shared::held).
 
-Measured on an H200, 2026-11-29, the way of scripts/benchmark_step.py: us a layer, of the first 12 (8
-of Qwen3-30B-A3B in bf16, 6 of 7B, 8B and 12B, 4 of 7B in bf16, all 30 of SmolLM2-135M), int4 in
-groups of 128:
+Measured on an H200, 2026-11-28 and 29, the way of scripts/benchmark_step.py: us a layer, of the first
+12 (8 of Qwen3-30B-A3B in bf16, 6 of 7B, 8B and 12B, 4 of 7B in bf16, all 30 of SmolLM2-135M), int4 in
+groups of 128. One launch at 96f6ed4, of Gemma at ada2446. Both columns are of one call in the rows of
+Gemma, SmolLM2, groups of 32 and 30B at slots 200 and 32,000; launches of the others, which did not
+change, are of a call some minutes before. What an engine makes with dense models in one launch was
+not measured yet:
 
                           slot    launches    one launch
     Qwen3-30B-A3B, int4    200        28.0    20.2
