@@ -67,9 +67,9 @@ A warp of attention takes up to every eighth slot, and asks first which slot a p
 
 Measured on an H200, 2026-11-28 and 29, the way of scripts/benchmark_step.py: us a layer, of the first
 12 (8 of Qwen3-30B-A3B in bf16, 6 of 7B, 8B and 12B, 4 of 7B in bf16, all 30 of SmolLM2-135M), int4 in
-groups of 128. One launch at 96f6ed4, of Gemma at ada2446. Both columns are of one call in the rows of
-Gemma, SmolLM2, groups of 32 and 30B at slots 200 and 32,000; launches of the others, which did not
-change, are of a call some minutes before. What an engine makes with dense models in one launch was
+groups of 128. One launch at 96f6ed4 or b8f8b08, of Gemma at ada2446. Both columns are of one call in
+the rows of Gemma, SmolLM2, groups of 32 and 30B at slots 200 and 32,000; launches of the others, which
+did not change, are of a call of the same hour. What an engine makes with dense models in one launch was
 not measured yet:
 
                           slot    launches    one launch
@@ -82,7 +82,7 @@ not measured yet:
     gpt-oss-20b, MXFP4     200        47.2    50.2    an earlier state
     SmolLM2-135M, bf16     200        12.2    10.3
     Llama-3.2-1B, bf16     200        39.6    35.8
-                         8,000        43.9    40.4
+                         8,000        43.9    40.4    an earlier state
     Gemma-3-4B, int4       200        34.8    31.3
                          2,000        34.4    33.1
                          8,000        33.5    34.4
