@@ -51,9 +51,9 @@ tiles of their own.
 
 Attention: a program has a kv head and 64 columns of its values. Of a text of more than 256 slots it
 has some of the slots and, where E is not 64, 128 columns: it reads all of each key, which would
-otherwise be read twice. Keys and values come through the ring, too, 4,096 / E slots of the cache a slot of it, before the
-query is there: a warp's own loads, asked for as early, would hold up the words that it asks for
-behind them. Where several programs share a head's slots, their sums, largest scores and totals are
+otherwise be read twice. Keys and values come through the ring, too, 4,096 / E slots of the cache a
+slot of it, before the query is there: a warp's own loads, asked for as early, would hold up the
+words that it asks for behind them. Where several programs share a head's slots, their sums, largest scores and totals are
 words, which all programs put together, each 32 elements of a head.
 
 16-bit weights and the cache are rows of a tensor in memory. A copy takes a box of them by a tensor
