@@ -69,8 +69,7 @@ Measured on an H200, 2026-11-28 and 29, the way of scripts/benchmark_step.py: us
 12 (8 of Qwen3-30B-A3B in bf16, 6 of 7B, 8B and 12B, 4 of 7B in bf16, all 30 of SmolLM2-135M), int4 in
 groups of 128. One launch at 96f6ed4 or b8f8b08, of Gemma at ada2446. Both columns are of one call in
 the rows of Gemma, SmolLM2, groups of 32 and 30B at slots 200 and 32,000; launches of the others, which
-did not change, are of a call of the same hour. What an engine makes with dense models in one launch was
-not measured yet:
+did not change, are of a call of the same hour:
 
                           slot    launches    one launch
     Qwen3-30B-A3B, int4    200        28.0    20.2
