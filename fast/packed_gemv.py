@@ -67,7 +67,7 @@ MOST_STAGES = 8
 def source_of(name: str) -> str:
     """common.cu and, behind it, gemv.cu, step.cu behind its pieces, or few.cu behind the part of gemv.cu
     that both share."""
-    pieces = [f"step_{piece}" for piece in ("base", "product", "router", "attention")]
+    pieces = [f"step_{piece}" for piece in ("base", "product", "router", "attention", "delta")]
     files = dict(gemv=["gemv"], few=["gemv", "few"], step=[*pieces, "step"])[name]
     source = "".join((HERE / f"{file}.cu").read_text() for file in ["common", *files])
     return "#define FEW\n" + source if name == "few" else source

@@ -6,6 +6,7 @@
 //     step_product.cu     a product of one row
 //     step_router.cu      a mixture's choice of experts
 //     step_attention.cu   attention
+//     step_delta.cu       a recurrent layer's mixer
 //
 // Here is what runs them: the producer, which copies what they read, and the kernel. Where to begin:
 // the two loops at the end.
@@ -124,7 +125,7 @@ struct Producer {
     p.reload_ids();
     const Splits splits(position, (int)(u32)layer.fields[LENGTH_AND_WINDOW]);
 #pragma unroll 1
-    for (int n = splits.first_task(); n < splits.tasks(); n += PROGRAMS) {
+    for (int n = first_task(); n < splits.tasks(); n += PROGRAMS) {
       const Task task(n, splits, position);
 #pragma unroll 1
       for (int row = task.begin; row < task.end; row += CACHE_ROWS) {
@@ -139,6 +140,36 @@ struct Producer {
       }
     }
   }
+
+#if MIXERS
+  // Of a recurrent layer's tasks, what is kept of the text.
+  __device__ __forceinline__ void feed_text(const Layer& layer, int position) {
+    p.reload_ids();
+#pragma unroll 1
+    for (int h = first_task(); h < Delta::VALUE_HEADS; h += PROGRAMS) {
+      const Mixer m(h, position);
+      constexpr int BYTES = SLOT_ROWS * VALUE_DIM * 4;
+      const auto state = layer.at<const unsigned char>(STATES) + 4 * m.state(m.block);
+#pragma unroll 1
+      for (int i = 0; i < STATE_SLOTS; i++) {
+        const int at = begin(BYTES);
+        if (p.lane == 0) copy(p.slot(at), state + i * BYTES, BYTES, &p.s->full[at % STAGES]);
+      }
+      feed_rows(m.at, KEY_DIM * 4,
+                layer.at<const float>(KEYS) +
+                    (m.place(p.lane) * Delta::KEY_HEADS + m.key_head) * KEY_DIM);
+      feed_rows(m.at, VALUE_DIM * 4,
+                layer.at<const float>(CORRECTIONS) +
+                    (m.place(p.lane) * Delta::VALUE_HEADS + m.h) * VALUE_DIM);
+    }
+  }
+  // A slot of n rows of so many bytes. from: the lane's.
+  __device__ __forceinline__ void feed_rows(int n, int bytes, const void* from) {
+    const int at = begin(n * bytes);
+    if (p.lane < n) copy(p.slot(at) + p.lane * bytes, from, bytes, &p.s->full[at % STAGES]);
+    __syncwarp();
+  }
+#endif
 
   template <class O>
   __device__ __forceinline__ void feed(const Layer& layer, int which) {
@@ -229,8 +260,15 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
       const Layer layer{s.fields[0][i % 2]};
       if (i + 1 < LAYERS && lane < FIELDS)
         copy_word(&s.fields[0][(i + 1) % 2][lane], layers + (i + 1) * FIELDS + lane);
-      producer.feed<Qkv>(layer, QKV);
-      producer.feed_cache(layer, position);
+      if (layer.is_recurrent()) {
+#if MIXERS
+        producer.feed<In>(layer, QKV);
+        producer.feed_text(layer, position);
+#endif
+      } else {
+        producer.feed<Qkv>(layer, QKV);
+        producer.feed_cache(layer, position);
+      }
       producer.feed<Wo>(layer, WO);
 #if CHOSEN
       if (CHOOSES) wait(&s.chosen, i & 1);
@@ -254,19 +292,35 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
       const Layer of{s.fields[1][layer & 1]};
       return of.at<const Product<Qkv>::Norm>(which * PER_PRODUCT + NORM_WEIGHT);
     };
-    Product<Qkv>::run<InOrder>(p, layer, QKV, i ? ends : (const u64*)x, i ? tag - 1 : 0, qkv, tag,
-                               nullptr, weight_behind(i + 1, DOWN));
-    if (!share_of(Sizes<Qkv>::ALL)) meet();
+    const u64* enters = i ? ends : (const u64*)x;
+    const u32 enters_tag = i ? tag - 1 : 0;
+    if (layer.is_recurrent()) {
+#if MIXERS
+      Product<In>::run<InOrder>(p, layer, QKV, enters, enters_tag, qkv, tag);
+#endif
+    } else {
+      Product<Qkv>::run<InOrder>(p, layer, QKV, enters, enters_tag, qkv, tag, nullptr,
+                                 weight_behind(i + 1, DOWN));
+    }
+    if (!share_of(FEWEST_FIRST)) meet();
     // All warps are behind the layer before, whose fields go.
     if (i + 1 < LAYERS && p.warp == 0 && lane < FIELDS)
       copy_word(&s.fields[1][(i + 1) % 2][lane], layers + (i + 1) * FIELDS + lane);
-    const Splits splits(position, (int)(u32)layer.fields[LENGTH_AND_WINDOW]);
+    if (layer.is_recurrent()) {
+#if MIXERS
 #pragma unroll 1
-    for (int task = splits.first_task(); task < splits.tasks(); task += PROGRAMS) {
-      if (task != splits.first_task()) meet();  // all warps have put the task before together
-      attend(p, layer, task, splits, qkv, parts, attended, tag, position, qk_eps, scale);
+      for (int h = first_task(); h < Delta::VALUE_HEADS; h += PROGRAMS)
+        mix(p, layer, h, enters, enters_tag, qkv, attended, tag, position, qk_eps);
+#endif
+    } else {
+      const Splits splits(position, (int)(u32)layer.fields[LENGTH_AND_WINDOW]);
+#pragma unroll 1
+      for (int task = first_task(); task < splits.tasks(); task += PROGRAMS) {
+        if (task != first_task()) meet();  // all warps have put the task before together
+        attend(p, layer, task, splits, qkv, parts, attended, tag, position, qk_eps, scale);
+      }
+      if (splits.n > 1) combine(p, layer, splits.n, qkv, parts, attended, tag);
     }
-    if (splits.n > 1) combine(p, layer, splits.n, parts, attended, tag);
     Product<Wo>::run<Product<Up>>(p, layer, WO, attended, tag, middle, tag);
 #if CHOSEN
     add_to_logits(p, layer, logits);

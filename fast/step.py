@@ -127,6 +127,7 @@ Shapes: D the model's width, H query heads and K kv heads of E elements, L slots
 import ctypes
 import functools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -134,11 +135,12 @@ import torch
 from torch import Tensor, library, nn
 
 from fast import nvrtc
+from fast.delta import TOKENS
 from fast.experts import FusedMoE
 from fast.layout import Packed
 from fast.packed_gemv import Experts, Plain, group_in_kernel, has_gemv, row_blocks, source_of
 from fast.packed_linear import PackedLinear
-from model import RMSNorm
+from model import BLOCK, RING, RMSNorm
 
 WARPS = 16  # of a program, beside the producer
 # Slots that may be on their way to a program while it waits for words and while it multiplies; of a
@@ -150,7 +152,7 @@ TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the ker
 LONGEST, LARGEST_DENSE = 33_000, 128 << 20
 LEAST_STAGES = 4 + IN_FLIGHT[1]  # of the ring, for two squads of eight warps
 LARGEST_SPLITS, COPIES = 32, 4  # of step_base.cu and step_router.cu
-FIELDS = 30  # of a layer
+FIELDS = 32  # of a layer
 PER_PRODUCT = 4
 
 
@@ -191,8 +193,7 @@ class Operation(NamedTuple):
         )
 
     def struct(self) -> str:
-        fields = ", ".join(f"{name} = {int(value)}" for name, value in self.constants())
-        return f"struct {self.name} {{ static constexpr int {fields}; }};"
+        return struct(self.name, self.constants())
 
     def unsaid(self) -> str | None:
         """Why step.cu has no such product."""
@@ -204,11 +205,18 @@ class Operation(NamedTuple):
             return "act-order"
         if self.behind is not None and self.experts:
             return "a norm behind a mixture"
+        if self.name == "RouterOp":
+            return None if w.K % 8 == 0 else f"a router of {w.K} inputs"
         if not w.fits_kernels or w.K % 8 or w.N % 16 and w.gated or w.N % 2:
             return f"a product of {w.N} x {w.K} in {w.kind}"
-        if w.bits == 16 and w.K % 64 and self.name != "RouterOp":
+        if w.bits == 16 and w.K % 64:
             return f"16-bit weights of {w.K} inputs"
         return "scales that rows share" if scales is not None and scales.shape[2] == 2 else None
+
+
+def struct(name: str, constants: Iterable[tuple[str, int]]) -> str:
+    fields = ", ".join(f"{field} = {int(value)}" for field, value in constants)
+    return f"struct {name} {{ static constexpr int {fields}; }};"
 
 
 def weight_of(layer: nn.Module, gated: int = 0) -> tuple[Packed | Plain, Tensor | None] | None:
@@ -220,7 +228,7 @@ def weight_of(layer: nn.Module, gated: int = 0) -> tuple[Packed | Plain, Tensor 
 def operations(layer: nn.Module) -> list[Operation] | str:
     """Those of a decoder.FusedBlock, or why there are none."""
     attention, feed_forward = layer.attention, layer.feed_forward
-    if not attention.fused or type(attention).__name__ != "AttentionHalf":
+    if not (attention.fused or attention.recurrent) or type(attention).__name__ != "AttentionHalf":
         return "a layer without step.cu's attention"
     halves = attention, feed_forward
     for half in halves:
@@ -232,28 +240,32 @@ def operations(layer: nn.Module) -> list[Operation] | str:
             return "a norm behind a branch of another kind"
     if feed_forward.layer_scale is not None or layer.block.ple is not None:
         return "a layer's own scale or embedding"
-    attn = attention.attn.attn
     norms = [half.norm.weight for half in halves]
     behind = [getattr(half.post_norm, "weight", None) for half in halves]
     if len({None if weight is None else weight.dtype for weight in behind}) > 1:
         return "a norm behind one branch alone"
     if behind[0] is not None and behind[0].dtype != norms[0].dtype:
         return "norms of two types"
-    found = [weight_of(attn.wqkv), weight_of(attn.wo)]
+    if attention.recurrent:
+        mixer = attention.attn.mixer
+        found = [weight_of(mixer.w_in), weight_of(mixer.wo)]
+    else:
+        attn = attention.attn.attn
+        found = [weight_of(attn.wqkv), weight_of(attn.wo)]
     router = None
     if isinstance(feed_forward.ffn, FusedMoE) and not feed_forward.ffn.parallel:
         part = feed_forward.ffn
         how, moe = part.how, part.moe
-        if how.shared or how.correction is not None or how.norm is not None:
-            return "a router that is no softmax of its logits, or a shared expert"
-        if how.expert_scale is not None or how.n > 32 or max(how.weight.shape) > 16_000:
+        n = how.n + (how.shared > 0)
+        if how.correction is not None or how.norm is not None:
+            return "a router that is no softmax of its logits"
+        if how.expert_scale is not None or n > 32 or max(how.weight.shape) > 16_000:
             return "a router of another kind"
         router = Operation("RouterOp", Plain(how.weight), norms[1], bias=how.bias)
         found += [
             (part.weight(moe.w_gate_up, part.number), moe.w_gate_up.bias),
             (part.weight(moe.w_down, 0), moe.w_down.bias),
         ]
-        n = how.n
     elif feed_forward.fused and not feed_forward.both:
         part = feed_forward.ffn
         gated = part.number
@@ -265,7 +277,7 @@ def operations(layer: nn.Module) -> list[Operation] | str:
         return "products of several ranks"
     (qkv, of_qkv), (wo, of_wo), (up, of_up), (down, of_down) = found
     return [
-        Operation("Qkv", qkv, norms[0], bias=of_qkv),
+        Operation("In" if attention.recurrent else "Qkv", qkv, norms[0], bias=of_qkv),
         Operation("Wo", wo, None, behind[0], of_wo, residual=True),
         *([router] if router else []),
         Operation("Up", up, norms[1], bias=of_up, experts=n),
@@ -285,13 +297,16 @@ def why_launches(decoder: nn.Module) -> str | None:
 def why_slower(decoder: nn.Module) -> str | None:
     """Why layers that step.cu can say keep their launches: these are faster, at least in long
     texts, or nobody measured it."""
+    if any(layer.attention.recurrent for layer in decoder.layers):
+        return "recurrent layers"  # faster, but the GPU suite has not run with them yet
     first = decoder.layers[0]
     weights = [operation.w for operation in operations(first)]
     if any(w.kind == "mxfp4" for w in weights):
         return "mxfp4 weights"
     if not first.feed_forward.experts and sum(map(bytes_of, weights)) > LARGEST_DENSE:
         return f"a dense layer of more than {LARGEST_DENSE >> 20} MiB"
-    if max(layer.attention.attn.cache.k.shape[2] for layer in decoder.layers) > LONGEST:
+    halves = [layer.attention for layer in decoder.layers if layer.attention.fused]
+    if max(half.attn.cache.k.shape[2] for half in halves) > LONGEST:
         return f"a cache of more than {LONGEST:,} slots"
     return None
 
@@ -301,7 +316,12 @@ def unsaid(decoder: nn.Module) -> str | None:
     model = decoder.model
     if model.embed.weight.dtype not in (torch.bfloat16, torch.float16):
         return f"numbers of {8 * model.embed.weight.dtype.itemsize} bits"
-    first = None
+    said = {}
+
+    def differs(**values) -> bool:
+        """Whether another layer has said something else of the same."""
+        return any(said.setdefault(name, value) != value for name, value in values.items())
+
     for layer in decoder.layers:
         found = operations(layer)
         if isinstance(found, str):
@@ -309,38 +329,86 @@ def unsaid(decoder: nn.Module) -> str | None:
         for operation in found:
             if reason := operation.unsaid():
                 return reason
-        fused = layer.attention.attn
-        attn, rope, cache = fused.attn, fused.attn.rope, fused.cache
-        if fused.gated or fused.norm_values or len(attn.sizes) != 3 or rope.q_growth:
-            return "gates, shared or normed values, or queries that grow"
-        if 2 * len(rope.frequencies) != attn.head_dim or attn.head_dim not in (64, 128, 256):
-            return f"heads of {attn.head_dim} of which {2 * len(rope.frequencies)} turn"
-        if attn.sizes[0] > 8 * attn.sizes[1]:
-            return f"{attn.sizes[0] // attn.sizes[1]} queries of a key"
-        if cache.k_scale is not None or cache.v_scale is not None:
-            return "an int8 cache"
-        if cache.k.shape != cache.v.shape:
-            return "values of another size than keys"
-        norm = attn.q_norm
-        if type(norm) is not nn.Identity and (
-            type(norm) is not RMSNorm or len(norm.weight) != attn.head_dim
+        recurrent, part = layer.attention.recurrent, layer.feed_forward
+        mixer = layer.attention.attn
+        if reason := unsaid_of_recurrent(mixer) if recurrent else unsaid_of_attention(mixer):
+            return reason
+        moe = part.ffn if part.experts else None
+        if (
+            differs(**{operation.name: operation.constants() for operation in found})
+            or differs(**(of_recurrent(mixer) if recurrent else of_attention(mixer)))
+            or differs(
+                eps=layer.attention.before["eps"],
+                experts=moe and (moe.how[2:6], moe.moe.moe.clamp),
+                behind=[operation.behind is None for operation in found],
+            )
+            or differs(eps=part.before["eps"])
         ):
-            return "a norm of all heads"
-        eps = {half.before["eps"] for half in (layer.attention, layer.feed_forward)}
-        these = (
-            [operation.constants() for operation in found],
-            (attn.sizes, attn.head_dim, attn.scale, fused.eps, attn.sinks is None, tuple(eps)),
-            None if type(norm) is nn.Identity else norm.weight.dtype,
-            layer.feed_forward.experts and layer.feed_forward.ffn.how[2:6],
-            layer.feed_forward.experts and layer.feed_forward.ffn.moe.moe.clamp,
-        )
-        kinds = [operation.behind is None for operation in found]
-        these = *these, kinds
-        if first is None:
-            first = these
-        if len(eps) > 1 or these != first:
             return "layers that differ"
+    if "Qkv" not in said:
+        return "no attention"
+    if "In" in said:
+        if not all(said["behind"]):
+            return "norms behind branches, and recurrent layers"
+        # What leaves a layer is in the order in which the next one's first product reads it.
+        first = [dict(said[name]) for name in ("In", "Qkv")]
+        if differs_in(*first, "BITS", "E2M1", "K", "NORM", "FLOAT_NORM"):
+            return "layers whose first products differ"
     return "hidden states that a draft reads" if model.places else None
+
+
+def differs_in(a: dict, b: dict, *names: str) -> bool:
+    return any(a[name] != b[name] for name in names)
+
+
+def unsaid_of_attention(fused: nn.Module) -> str | None:
+    """unsaid() of a decoder.FusedAttention."""
+    attn, rope, cache = fused.attn, fused.attn.rope, fused.cache
+    turned = 2 * len(rope.frequencies)
+    if fused.norm_values or len(attn.sizes) != 3 or rope.q_growth:
+        return "shared or normed values, or queries that grow"
+    if attn.head_dim not in (64, 128, 256) or turned % (attn.head_dim // 16):
+        return f"heads of {attn.head_dim} of which {turned} turn"
+    if attn.sizes[0] > 8 * attn.sizes[1]:
+        return f"{attn.sizes[0] // attn.sizes[1]} queries of a key"
+    if cache.k_scale is not None or cache.v_scale is not None:
+        return "an int8 cache"
+    if cache.k.shape != cache.v.shape:
+        return "values of another size than keys"
+    norm = attn.q_norm
+    if type(norm) is not nn.Identity and (
+        type(norm) is not RMSNorm or len(norm.weight) != attn.head_dim
+    ):
+        return "a norm of all heads"
+    return None
+
+
+def of_attention(fused: nn.Module) -> dict:
+    """What is the same in all layers with attention. Where nothing turns, a table says so."""
+    attn, norm = fused.attn, getattr(fused.attn.q_norm, "weight", None)
+    turned = 2 * len(attn.rope.frequencies)
+    return dict(
+        attention=(attn.sizes, attn.head_dim, attn.scale, attn.sinks is None, fused.gated),
+        norm_of_heads=None if norm is None else norm.dtype,
+        eps_of_heads=fused.eps,
+    ) | (dict(turned=turned) if turned else {})
+
+
+def unsaid_of_recurrent(fused: nn.Module) -> str | None:
+    """unsaid() of a delta.FusedDelta."""
+    mixer = fused.mixer
+    delta, weight = mixer.delta, mixer.w_gates.weight
+    if delta.value_dim != 128 or delta.key_dim % 128 or delta.key_dim > 256:
+        return f"a state of {delta.key_dim} x {delta.value_dim}"
+    if mixer.w_gates.bias is not None or weight.dtype.itemsize != 2 or BLOCK != 32:
+        return "gates of another kind"
+    return None
+
+
+def of_recurrent(fused: nn.Module) -> dict:
+    """What is the same in all recurrent layers, and an eps that attention's norms of heads have."""
+    mixer = fused.mixer
+    return dict(recurrent=(mixer.delta, mixer.norm.dtype), eps_of_heads=mixer.eps)
 
 
 class Step:
@@ -352,21 +420,26 @@ class Step:
         self.programs, self.memory, self.warps = programs, memory, warps
         device = self.weight.device
         first = layers[0]
-        self.operations = operations(first)
+        of_layers = [operation for layer in layers for operation in operations(layer)]
+        self.operations = list({operation.name: operation for operation in of_layers}.values())
         self.moe = first.feed_forward.ffn if first.feed_forward.experts else None
-        self.fused, self.eps = first.attention.attn, first.attention.before["eps"]
+        halves = [layer.attention for layer in layers]
+        self.fused = next(half.attn for half in halves if half.fused)
+        self.delta = next((half.attn.mixer for half in halves if half.recurrent), None)
+        self.turned = max(2 * len(half.attn.attn.rope.frequencies) for half in halves if half.fused)
+        self.eps = first.attention.before["eps"]
         self.behind = any(operation.behind is not None for operation in self.operations)
         attn = self.fused.attn
         of = {operation.name: operation.w for operation in self.operations}
         E, H = attn.head_dim, attn.sizes[0] // attn.head_dim
-        n = self.moe.how.n if self.moe else 1
+        n = max(operation.experts for operation in self.operations) or 1
 
         def inputs(w: Packed | Plain) -> int:
             """Words of a row of inputs: whole units of two blocks."""
             return -(-w.K // (2 * w.block)) * w.block
 
         words = dict(
-            qkv=of["Qkv"].N // 2,
+            qkv=max(of[name].N for name in ("Qkv", "In") if name in of) // 2,
             parts=H * LARGEST_SPLITS * (E + 2),
             attended=inputs(of["Wo"]),
             middle=inputs(of["Up"]),
@@ -405,9 +478,13 @@ class Step:
         # As struct Shared has it: of a unit sums, scale, offset and squares; of a tile partial and
         # residual; of a warp and query 64 + 4 sums, largest and total; 2,048 for the rest.
         rest = max(inputs) + 76 * max(units) + 64 * max(tiles) * (self.warps + 1)
-        rest += (
-            self.warps * queries * (4 * 68 + 8) + 2 * E * (queries + 2) + 2048 + 12 * (experts + 32)
-        )
+        attended, mixing = self.warps * queries * 4 * 68, 0
+        if self.delta is not None:
+            K, V = self.delta.delta.key_dim, self.delta.delta.value_dim
+            # Beside these the state's rows make two numbers a column of each so many warps.
+            mixing = 4 * (2 * K + 3 * V + self.warps * 64 + 3 * BLOCK + self.warps * 3 + 16)
+        rest += max(attended, mixing) + self.warps * queries * 8
+        rest += 2 * E * (queries + 2) + 2048 + 12 * (experts + 32)
         if self.behind:
             rest += 2 * self.weight.shape[1] + 4 * max(units)
         return (self.memory - rest) // (math.ceil(max(slots) / 1024) * 1024)
@@ -430,6 +507,8 @@ class Step:
             maps.append(
                 nvrtc.tensor_map(w.qweight, sizes, strides, (64, 16 // halves, halves, units, 1))
             )
+        if layer.attention.recurrent:
+            return [*maps, [0] * 16, [0] * 16]
         cache = layer.attention.attn.cache
         _, K, L, E = cache.k.shape
         rows, parts = 4096 // E, E // 64
@@ -441,7 +520,7 @@ class Step:
     def fields(self, layer: nn.Module, maps: Tensor) -> list[int]:
         """A layer's addresses and numbers, in the order of step.cu's enums. maps: of its
         products, keys and values."""
-        places = dict(Qkv=0, Wo=1, RouterOp=2, Up=3, Down=4)
+        places = dict(Qkv=0, In=0, Wo=1, RouterOp=2, Up=3, Down=4)
         found = [0] * FIELDS
         for operation, of_boxes in zip(operations(layer), maps):
             w = operation.w
@@ -451,13 +530,19 @@ class Step:
             at = PER_PRODUCT * places[operation.name]
             found[at : at + 4] = map(address, tensors)
         fused = layer.attention.attn
+        if layer.attention.recurrent:
+            mixer, cache = fused.mixer, fused.cache
+            weights = mixer.filter, mixer.log_a, mixer.dt_bias, mixer.norm, mixer.w_gates.weight
+            kept = cache.inputs, cache.states, cache.keys, None, None, cache.decays
+            found[20:] = map(address, (*weights, *kept, cache.corrections))
+            return found
         attn, cache = fused.attn, fused.cache
         norms = [getattr(norm, "weight", None) for norm in (attn.q_norm, attn.k_norm)]
         table = fused.table
         tensors = cache.k, cache.v, *norms, attn.sinks, table.cos, table.sin
         found[20:27] = map(address, tensors)
         found[27] = cache.k.shape[2] << 32 | (fused.window or 0)
-        found[28:] = map(address, maps[-2:])
+        found[28:30] = map(address, maps[-2:])
         return found
 
     def constants(self) -> dict[str, int]:
@@ -474,11 +559,15 @@ class Step:
             HEADS=heads,
             KV_HEADS=kv_heads,
             HEAD_DIM=attn.head_dim,
+            TURNED=self.turned,
+            OUTPUT_GATE=self.fused.gated,
             QK_NORM=norm is not None,
             FLOAT_QK_NORM=norm is not None and norm.dtype == torch.float32,
             SINKS=attn.sinks is not None,
             BEHIND=self.behind,
             CHOSEN=self.moe.how.n if self.moe else 0,
+            SHARED=self.moe.how.shared if self.moe else 0,
+            MIXERS=self.delta is not None,
             NORMALIZE=self.moe.how.normalize if self.moe else 0,
             WARPS=self.warps,
             PROGRAMS=self.programs,
@@ -492,6 +581,20 @@ class Step:
         """step.cu with its table."""
         lines = [f"#define {name} {int(value)}" for name, value in self.constants().items()]
         structs = [operation.struct() for operation in self.operations]
+        if self.delta is not None:
+            delta = self.delta.delta
+            of_delta = dict(
+                KEY_HEADS=delta.n_key_head,
+                VALUE_HEADS=delta.n_value_head,
+                KEY_DIM=delta.key_dim,
+                VALUE_DIM=delta.value_dim,
+                TAPS=delta.width,
+                BLOCK=BLOCK,
+                RING=RING,
+                TOKENS=TOKENS,
+                FLOAT_NORM=self.delta.norm.dtype == torch.float32,
+            )
+            structs.append(struct("Delta", of_delta.items()))
         return "\n".join([*lines, *structs, source_of("step")])
 
     def arguments(self, x: Tensor, positions: Tensor) -> list:

@@ -1,5 +1,10 @@
 // Attention: which program has what of the cache, a split of it, and several splits joined.
 
+// The first programs have more of the products' tiles, and tasks later.
+__device__ __forceinline__ int first_task() {
+  const int n = (int)blockIdx.x - PROGRAMS / 2;
+  return n < 0 ? n + PROGRAMS : n;
+}
 // Attention's tasks: each is a kv head, some parts of its values, and one of n splits of the cache's
 // slots that a token at `position` sees. A text of up to PASS slots has one split, and a task one
 // part. Of a longer one a task has WIDE parts, as it reads all of a key, and a split has up to
@@ -23,11 +28,6 @@ struct Splits {
   // before for the same one.
   __device__ __forceinline__ int which_part(int i) const { return i & parts - 1; }
   __device__ __forceinline__ int nth_of_part(int i) const { return i >> parts - 1; }
-  // The first programs have more of the products' tiles.
-  __device__ __forceinline__ int first_task() const {
-    const int n = (int)blockIdx.x - PROGRAMS / 2;
-    return n < 0 ? n + PROGRAMS : n;
-  }
   __device__ __forceinline__ int tasks() const {
     return KV_HEADS * nth_of_part(COLUMN_PARTS) * n;
   }
@@ -46,9 +46,27 @@ struct Task {
   }
 };
 
-// A head's elements in a lane's hands: LANE_ELEMENTS neighbours, its partner of the rotation in
-// lane ^ 16.
-constexpr int LANE_ELEMENTS = HEAD_DIM / 32;
+// A head's elements in a lane's hands: LANE_ELEMENTS neighbours. The first TURNED of them turn, each
+// with that TURNED / 2 behind or before it, which another lane has.
+constexpr int LANE_ELEMENTS = HEAD_DIM / 32, HALF_OF_TURNED = TURNED / 2 / LANE_ELEMENTS;  // lanes
+static_assert(TURNED % (2 * LANE_ELEMENTS) == 0);
+// Where Qkv has heads: queries, behind each its gate if OUTPUT_GATE is 1, keys, values, and all gates
+// if it is 2.
+constexpr int PER_QUERY = OUTPUT_GATE == 1 ? 2 : 1, FIRST_KEY = HEADS * PER_QUERY;
+__device__ __forceinline__ int gate_of(int head) {
+  return OUTPUT_GATE == 1 ? 2 * head + 1 : FIRST_KEY + 2 * KV_HEADS + head;
+}
+// What attention gives of a head, elements e and e + 1, is multiplied by the sigmoids of its gate. All
+// lanes of a warp call this together, those that are not `mine` for nothing.
+__device__ __forceinline__ void gate_pair(float& low, float& high, const u64* qkv, int head, int e,
+                                          bool mine, u32 tag) {
+  if (!OUTPUT_GATE) return;
+  const int at[1] = {mine ? (gate_of(head) * HEAD_DIM + e) / 2 : -1};
+  u32 pair[1];
+  await(pair, qkv, at, tag);
+  low /= 1 + exp2f(-low_number(pair[0]) * LOG2_E);
+  high /= 1 + exp2f(-high_number(pair[0]) * LOG2_E);
+}
 typedef NumberOf<FLOAT_QK_NORM>::Type HeadNorm;
 __device__ __forceinline__ void await_head(float (&x)[LANE_ELEMENTS], const u64* words, int head,
                                            u32 tag, int lane) {
@@ -62,7 +80,8 @@ __device__ __forceinline__ void await_head(float (&x)[LANE_ELEMENTS], const u64*
   for (int i = 0; i < LANE_ELEMENTS; i++)
     x[i] = i & 1 ? high_number(pairs[i / 2]) : low_number(pairs[i / 2]);
 }
-// RMSNorm and the rotation of a query or key, whose factors are loaded before it is there.
+// RMSNorm and the rotation of a query or key, whose factors are loaded before it is there: where
+// nothing turns, 1 and 0.
 struct NormAndRope {
   float norm[LANE_ELEMENTS], cos[LANE_ELEMENTS], sin[LANE_ELEMENTS];
   __device__ __forceinline__ NormAndRope(const HeadNorm* weight, const float* cosines,
@@ -85,8 +104,10 @@ struct NormAndRope {
     }
 #pragma unroll
     for (int i = 0; i < LANE_ELEMENTS; i++) {
-      const float other = __shfl_xor_sync(~0u, x[i], 16);
-      x[i] = x[i] * cos[i] + (lane < 16 ? -other : other) * sin[i];
+      const bool first = lane < HALF_OF_TURNED;
+      const int partner = first ? lane + HALF_OF_TURNED : lane - HALF_OF_TURNED;
+      const float other = __shfl_sync(~0u, x[i], partner);
+      x[i] = x[i] * cos[i] + (first ? -other : other) * sin[i];
     }
   }
 };
@@ -116,7 +137,8 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
     const NormAndRope turn(layer.at<const HeadNorm>(is_query ? Q_NORM : K_NORM),
                     layer.at<const float>(COS) + (long long)position * HEAD_DIM,
                     layer.at<const float>(SIN) + (long long)position * HEAD_DIM, lane);
-    const int head = is_query ? kv * QUERIES + i : HEADS + (is_key ? 0 : KV_HEADS) + kv;
+    const int head = is_query ? (kv * QUERIES + i) * PER_QUERY
+                              : FIRST_KEY + (is_key ? 0 : KV_HEADS) + kv;
     await_head(x, qkv, head, tag, lane);
     if (is_query || is_key) turn(x, eps, lane);
     put_head(is_query ? s.q[i] : is_key ? s.k : s.v, x, lane);
@@ -278,11 +300,12 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
       y[n] += __shfl_xor_sync(~0u, y[n], 16);
     }
     if (of.n == 1) {
-      const float one = __fdividef(1, all), low = quarter ? y[2] : y[0],
-                  high = quarter ? y[3] : y[1];
-      const int at = head * HEAD_DIM + part * COLUMNS + column + 2 * quarter;
+      const float one = __fdividef(1, all);
+      float low = (quarter ? y[2] : y[0]) * one, high = (quarter ? y[3] : y[1]) * one;
+      const int e = part * COLUMNS + column + 2 * quarter;
+      gate_pair(low, high, qkv, head, e, quarter < 2, tag);
       if (quarter < 2)
-        poke(out + Product<Wo>::word(0, at), word_of(pair_of(low * one, high * one), tag));
+        poke(out + Product<Wo>::word(0, head * HEAD_DIM + e), word_of(pair_of(low, high), tag));
     } else {
       u64* to = parts + (head * LARGEST_SPLITS + task.split) * (HEAD_DIM + 2);
       const float mine = quarter < 2 ? (quarter ? y[1] : y[0]) : quarter == 2 ? y[2] : y[3];
@@ -296,8 +319,8 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
 
 // Several splits' parts -> words of `out`. A program has 32 elements of a head; a warp of it has every
 // WARPS-th split, and the first warp joins what the others have.
-__device__ __forceinline__ void combine(Program& p, const Layer& layer, int n, const u64* parts,
-                                        u64* out, u32 tag) {
+__device__ __forceinline__ void combine(Program& p, const Layer& layer, int n, const u64* qkv,
+                                        const u64* parts, u64* out, u32 tag) {
   constexpr int PER_WARP = LARGEST_SPLITS / WARPS;
   p.reload_ids();
   Shared& s = *p.s;
@@ -351,7 +374,8 @@ __device__ __forceinline__ void combine(Program& p, const Layer& layer, int n, c
         if (w < busy) y += part * s.attended[w][0][lane];
       }
       y /= total;
-      const float next = __shfl_down_sync(~0u, y, 1);
+      float next = __shfl_down_sync(~0u, y, 1);
+      gate_pair(y, next, qkv, head, e, !(lane & 1), tag);
       if (!(lane & 1))
         poke(out + Product<Wo>::word(0, head * HEAD_DIM + e), word_of(pair_of(y, next), tag));
     }

@@ -1,8 +1,9 @@
 // What the pieces of step.cu share: words, a layer's numbers, sizes of products, a program's memory.
 // In front of it stands common.cu, and in front of that the table that step.py writes: BF16, D,
-// LAYERS, HEADS, KV_HEADS, HEAD_DIM, QK_NORM, FLOAT_QK_NORM, SINKS, BEHIND, CHOSEN, NORMALIZE, WARPS,
-// PROGRAMS, MEMORY, IN_FLIGHT, IN_FLIGHT_WAITING, TRIES, and a struct for each product: Qkv, Wo, Up,
-// Down and, of a mixture, RouterOp.
+// LAYERS, HEADS, KV_HEADS, HEAD_DIM, TURNED, OUTPUT_GATE, QK_NORM, FLOAT_QK_NORM, SINKS, BEHIND,
+// CHOSEN, SHARED, NORMALIZE, MIXERS, WARPS, PROGRAMS, MEMORY, IN_FLIGHT, IN_FLIGHT_WAITING, TRIES, and
+// a struct for each product: Qkv, Wo, Up, Down, of a mixture RouterOp and, if MIXERS (some layers are
+// recurrent), In and Delta, which is the mixer's.
 
 constexpr int SQUAD_WARPS = 8, SQUADS = WARPS / SQUAD_WARPS;  // warps that share a slot
 constexpr int LARGEST_SPLITS = 32;  // programs that share the slots of a kv head
@@ -148,7 +149,8 @@ __device__ __forceinline__ void await(u32 (&values)[N], const u64* p, const int 
 
 // A layer's numbers in memory, 8 bytes each, in this order: Step.fields() in step.py writes them.
 // CODES: of 16-bit weights the address of their tensor map; of the router the weights. NORM_WEIGHT:
-// of Wo and Down, if BEHIND, of the norm behind them.
+// of Wo and Down, if BEHIND, of the norm behind them. A recurrent layer has no K_MAP and, in place of
+// what attention has before it, the second list; its product In is QKV.
 enum { CODES, SCALES, NORM_WEIGHT, BIASES, PER_PRODUCT };
 enum { QKV, WO, ROUTER, UP, DOWN, PRODUCTS };
 enum {
@@ -162,9 +164,12 @@ enum {
   LENGTH_AND_WINDOW,  // the cache's slots in the high half
   K_MAP,
   V_MAP,
+  DECAYS,  // of a recurrent layer, too
+  CORRECTIONS,
   FIELDS
 };
-static_assert(FIELDS <= 32, "a lane copies one");
+enum { FILTER = K_CACHE, LOG_A, DT_BIAS, VALUE_NORM, GATES, INPUTS, STATES, KEYS };
+static_assert(FIELDS <= 32 && KEYS < K_MAP, "a lane copies one");
 
 struct Layer {
   const u64* fields;  // in shared memory
@@ -172,6 +177,7 @@ struct Layer {
   __device__ __forceinline__ T* at(int field) const {
     return (T*)fields[field];
   }
+  __device__ __forceinline__ bool is_recurrent() const { return MIXERS && !fields[K_MAP]; }
 };
 
 template <bool>
@@ -239,7 +245,17 @@ template <class O> struct DigitBytes {
 template <class O> struct TilesHere {
   static constexpr int value = (Sizes<O>::ALL + PROGRAMS - 1) / PROGRAMS;
 };
+#if MIXERS
+#define OPERATIONS Qkv, In, Wo, Up, Down
+#else
 #define OPERATIONS Qkv, Wo, Up, Down
+#endif
+// Tiles of the product that a layer begins with, at least.
+#if MIXERS
+constexpr int FEWEST_FIRST = smallest(Sizes<Qkv>::ALL, Sizes<In>::ALL);
+#else
+constexpr int FEWEST_FIRST = Sizes<Qkv>::ALL;
+#endif
 // Whether a program has any of an expert's rows.
 #define CHOOSES (share_of(largest(Sizes<Up>::ALL, Sizes<Down>::ALL)) > 0)
 // Whether a program needs the stream: one with neither tiles of Qkv nor of Up must not read words,
@@ -266,6 +282,23 @@ __device__ __forceinline__ uint4 part_of(const unsigned char* box, int row, int 
   return *(const uint4*)(box + row * 128 + ((part ^ row) & 7) * 16);
 }
 
+#if MIXERS
+// What the warps of a recurrent layer's mixer tell each other (step_delta.cu).
+struct Mixing {
+  // Of the value head its key head's query and key, and its value and z.
+  alignas(16) float made[2 * Delta::KEY_DIM + 2 * Delta::VALUE_DIM];
+  // What a part of the state's rows makes of the key and of the query.
+  alignas(16) float found[WARPS * 32 / Delta::VALUE_DIM][2][Delta::VALUE_DIM];
+  alignas(16) float correction[Delta::VALUE_DIM];
+  // Of the block's earlier tokens: how much is left of them, and their keys times the key and query.
+  float since[Delta::BLOCK], of_key[Delta::BLOCK], of_query[Delta::BLOCK];
+  float from_start;              // what is left of the state
+  float gates[WARPS][3];         // sums of a part of x: b, a and squares
+  float beta, decay, decayed;    // decayed: exp(decay)
+  float k_k, k_q, q_q;           // of key and query, products
+};
+#endif
+
 // A program's shared memory but for the ring.
 struct Shared {
   alignas(16) unsigned char inputs[largest_of<DigitBytes, OPERATIONS>()];
@@ -279,7 +312,12 @@ struct Shared {
   float partial[MOST_TILES][WARPS][16];
   // The residual stream of this program's tiles, over all layers: Wo and Down have the same tiles.
   alignas(16) float residual[TilesHere<Wo>::value][16];
-  alignas(16) float attended[WARPS][QUERIES][64 + 4];  // 4 for the banks' sake
+  union {
+    alignas(16) float attended[WARPS][QUERIES][64 + 4];  // 4 for the banks' sake
+#if MIXERS
+    Mixing mixing;
+#endif
+  };
   alignas(16) u16 q[QUERIES][HEAD_DIM], k[HEAD_DIM], v[HEAD_DIM];
   float largest[QUERIES][WARPS], total[QUERIES][WARPS];
   int experts[32];

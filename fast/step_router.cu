@@ -93,10 +93,11 @@ __device__ __forceinline__ float await_sum(Program& p, const u64* sums, int n, u
 
 // The experts with the largest logits, of equal ones those with the lowest numbers, and their
 // weights. A NaN among the logits makes all weights NaN. An expert's place is how many come before
-// it, which all warps count.
+// it, which all warps count. A shared expert (Router.shared in experts.py) is the last, and is taken
+// behind the chosen ones.
 __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, const u64* logits,
                                                float scale) {
-  constexpr int X = RouterOp::N, ALL = (X + 31) / 32 * 32;
+  constexpr int X = RouterOp::N, ALL = (X + 31) / 32 * 32, CHOICES = X - (SHARED > 0);
   constexpr int LOWEST = -0x7fffffff;  // below all numbers
   p.reload_ids();
   Shared& s = *p.s;
@@ -122,7 +123,11 @@ __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, c
       if (e < X) s.before[e] = before;
       const int bits = __float_as_uint(logit);
       nan |= logit != logit;
-      s.keys[e] = e < X && logit == logit ? bits ^ (bits >> 31 & 0x7fffffff) : LOWEST;
+      s.keys[e] = e < CHOICES && logit == logit ? bits ^ (bits >> 31 & 0x7fffffff) : LOWEST;
+      if (SHARED && e == CHOICES) {
+        s.experts[CHOSEN] = e;
+        s.weights[CHOSEN] = SHARED == 1 ? 1 / (1 + exp2f(-logit * LOG2_E)) : 1;
+      }
     }
     before_squares = squares_before;
   }
@@ -159,12 +164,13 @@ __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, c
   const float share = lane < CHOSEN ? exp2f((s.weights[lane] - top) * LOG2_E) : 0;
   float all = NORMALIZE ? share : 0;
   if (!NORMALIZE)
-    for (int e = lane; e < X; e += 32) {
+    for (int e = lane; e < CHOICES; e += 32) {
       const int key = s.keys[e];
       all += exp2f((__uint_as_float(key ^ (key >> 31 & 0x7fffffff)) - top) * LOG2_E);
     }
   all = all_lanes(all, add);
   __syncwarp();
-  if (lane < CHOSEN) s.weights[lane] = nan ? __uint_as_float(0x7fc00000) : share / all * scale;
+  if (lane < CHOSEN) s.weights[lane] = share / all * scale;
+  if (nan && lane < CHOSEN + (SHARED > 0)) s.weights[lane] = __uint_as_float(0x7fc00000);
 }
 #endif
