@@ -263,9 +263,9 @@ def test_recurrent_layers_token_by_token(tmp_path, case, device):
             if at == position + 4 and hasattr(cache, "states"):
                 of_block, expected = cache.states[0, block % 2].cpu().double(), twin.states
                 expected = expected[0, block % 2]
-                assert (of_block - expected).norm() < 0.01 * expected.norm()
+                assert (of_block - expected).norm() < 0.03 * expected.norm()
                 kept, expected = cache.inputs[0].cpu().double(), twin.inputs[0]
-                assert (kept - expected).norm() < 0.01 * expected.norm()
+                assert (kept - expected).norm() < 0.03 * expected.norm()
 
 
 @on_each_device
@@ -386,7 +386,13 @@ def test_tags_begin_anew_before_they_are_too_large(tmp_path):
             {},
             "a state of 64 x 128",
         ),
-        ("qwen3_5_moe_text", RECURRENT | EXPERTS, "int4", {}, "recurrent layers"),
+        (
+            "qwen3_5_moe_text",
+            RECURRENT | EXPERTS | dict(shared_expert_intermediate_size=64),
+            "int4",
+            {},
+            "recurrent layers",
+        ),
         ("olmo2", {}, "int4", {}, "no norm before a branch"),
         ("gemma3_text", {}, "int4", {}, None),
         ("qwen3_moe", EXPERTS | dict(decoder_sparse_step=2), "int4", {}, "layers that differ"),
