@@ -297,8 +297,6 @@ def why_launches(decoder: nn.Module) -> str | None:
 def why_slower(decoder: nn.Module) -> str | None:
     """Why layers that step.cu can say keep their launches: these are faster, at least in long
     texts, or nobody measured it."""
-    if any(layer.attention.recurrent for layer in decoder.layers):
-        return "recurrent layers"  # faster, but the GPU suite has not run with them yet
     first = decoder.layers[0]
     weights = [operation.w for operation in operations(first)]
     if any(w.kind == "mxfp4" for w in weights):

@@ -378,7 +378,7 @@ def test_tags_begin_anew_before_they_are_too_large(tmp_path):
             {},
             "heads of 128 of which 12 turn",
         ),
-        ("qwen3_5_text", RECURRENT, "int4", {}, "recurrent layers"),
+        ("qwen3_5_text", RECURRENT, "int4", {}, None),
         (
             "qwen3_5_text",
             RECURRENT | dict(linear_key_head_dim=64),
@@ -391,7 +391,7 @@ def test_tags_begin_anew_before_they_are_too_large(tmp_path):
             RECURRENT | EXPERTS | dict(shared_expert_intermediate_size=64),
             "int4",
             {},
-            "recurrent layers",
+            None,
         ),
         ("olmo2", {}, "int4", {}, "no norm before a branch"),
         ("gemma3_text", {}, "int4", {}, None),
@@ -475,7 +475,7 @@ def test_who_has_no_tiles_reads_no_words(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["groups and norms", "experts", "norms behind"])
+@pytest.mark.parametrize("case", ["groups and norms", "experts", "norms behind", "recurrent"])
 def test_a_thread_that_launched_nothing_yet_compiles_the_step(tmp_path, case, capfd):
     """As the engine's do: else layers would have launches of their own, with a line that says so."""
     model, *_ = loaded(tmp_path, case, "cuda")
@@ -489,7 +489,15 @@ def test_a_thread_that_launched_nothing_yet_compiles_the_step(tmp_path, case, ca
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "case", ["groups and norms", "experts", "norms behind", "several units in 16 bits"]
+    "case",
+    [
+        "groups and norms",
+        "experts",
+        "norms behind",
+        "several units in 16 bits",
+        "recurrent",
+        "recurrent mixture",
+    ],
 )
 def test_an_engine_of_one_launch_gives_the_texts_of_plain_code(tmp_path, case):
     """Alone, where a step is one launch, and in a batch, where it is not. The draft is the target."""
@@ -511,6 +519,39 @@ def test_an_engine_of_one_launch_gives_the_texts_of_plain_code(tmp_path, case):
     same_but_for_ties(exact, prompts, alone, run(plain, prompts, 320), 0.05)
     drafting = speculator(load("cuda", BF16), length, load("cuda", BF16), "3", 1, GREEDY, "fast")
     same_but_for_ties(exact, prompts[:1], alone[:1], run(drafting, prompts[:1], 320), 0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", RECURRENT_CASES)
+@torch.no_grad()
+def test_steps_between_prompts_and_drafts(tmp_path, case):
+    """What one launch keeps of a text other kernels read, and the other way round. Logits are as near
+    to those of fp32 on a CPU as plain ones; a draft's last tokens are rejected, and read anew."""
+    kind, changes, quantize, group, *_ = CASES[case]
+    make(tmp_path, kind, **SIZES | changes)
+
+    def load(device: str, dtype: torch.dtype) -> Transformer:
+        model = load_checkpoint(tmp_path, torch.device(device), dtype, quantize, group)
+        model.setup(512, 1)
+        return with_all_experts(model)
+
+    exact, plain, fast = load("cpu", torch.float32), load("cuda", BF16), load("cuda", BF16)
+    tokens = torch.randint(64, (1, 400))
+    expected = exact(tokens, torch.arange(400)[None])[0]
+    decoder = install_kernels(fast)
+    decoder.one_row = on_gpu(decoder)
+    errors = []
+    for forward, prompt in ((plain, plain), (decoder, fast)):
+        found, at = [], 0
+        # So many tokens are read, and so many of them are kept.
+        for T, kept in ((150, 150), *[(1, 1)] * 20, (5, 2), *[(1, 1)] * 70, (5, 3), (1, 1), (40, 1)):
+            positions = torch.arange(at, at + T, device="cuda")[None]
+            read = prompt if T > 8 else forward
+            found.append(read(tokens[:, at : at + T].cuda(), positions)[0, :kept])
+            at += kept
+        found = torch.cat(found).float().cpu() - expected[:at]
+        errors.append((found.pow(2).mean().sqrt() / expected.std()).item())
+    assert errors[1] < 1.5 * errors[0] + 1e-3 and errors[0] < 0.2, errors
 
 
 @pytest.mark.gpu
@@ -540,7 +581,9 @@ def test_a_captured_step_gives_what_launches_give(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case, ties", [("groups and norms", 0), ("experts", 100)])
+@pytest.mark.parametrize(
+    "case, ties", [("groups and norms", 0), ("experts", 100), ("recurrent", 0)]
+)
 @torch.no_grad()
 def test_ten_thousand_steps_beside_launches(tmp_path, case, ties):
     """Each with a cache of its own. Where two experts' logits are a rounding apart, they may take
@@ -637,9 +680,9 @@ def test_a_step_that_waits_in_vain_fails(tmp_path):
     step = Step(use_kernels(model).decoder, programs, 232_448, warps=8)
     source = step.source().replace("#define TRIES 2097152", "#define TRIES 20")
     # The first product's words have another tag.
-    words = "qkv, tag,\n"
+    words = "qkv, tag, nullptr,\n"
     assert "#define TRIES 20\n" in source and source.count(words) == 1
-    step.source = lambda: source.replace(words, "qkv, tag + 1,\n")
+    step.source = lambda: source.replace(words, "qkv, tag + 1, nullptr,\n")
     child = os.fork()
     if not child:
         faulthandler.disable()
