@@ -82,10 +82,11 @@ def decoder_of(what: str, args: Namespace) -> FusedDecoder:
         group = find_group(hf_weights(config), args.quantize, args.group_size)
         round_model(model, args.quantize, group)
     model.setup(max(args.slots) + 1, 1)
+    decoder = install_kernels(model)  # which adds to the caches of recurrent layers
     for layer in model.layers:
-        for tensor in layer.attn.cache.k, layer.attn.cache.v:
+        for tensor in layer.attn.cache.buffers():
             tensor.normal_()
-    return install_kernels(model)
+    return decoder
 
 
 def microseconds(run: Callable, layers: int) -> float:
