@@ -40,16 +40,24 @@ __device__ __forceinline__ void add_to_logits(Program& p, const Layer& layer, u6
   const u16* weight = layer.at<const u16>(ROUTER * PER_PRODUCT + CODES);
   const Norm* norm = layer.at<const Norm>(ROUTER * PER_PRODUCT + NORM_WEIGHT);
   const int e_here = p.warp * 8 + (lane >> 2), k_here = (int)blockIdx.x * 16 + quarter * 4;
-  const auto load = [&](int e, int k) {
-    return k < D ? *(const uint2*)(weight + (long long)min(e, X - 1) * D + k) : uint2{0, 0};
+  // A lane's weights of all its experts, so that none of them is waited for alone.
+  constexpr int ROUNDS = (X + WARPS * 8 - 1) / (WARPS * 8);
+  uint2 w[ROUNDS];
+  const auto load = [&](int k) {
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+      const long long e = min(e_here + i * WARPS * 8, X - 1);
+      w[i] = k < D ? *(const uint2*)(weight + e * D + k) : uint2{0, 0};
+    }
   };
-  uint2 w = load(e_here, k_here);
+  load(k_here);
   const float one = 1 / stream_unit(p), scale = one * (1 << LOGIT_BITS);
   u64* sums = logits + (s.odd * COPIES + blockIdx.x % COPIES) * SUMS;
   meet();  // the rows are there
 #pragma unroll 1
   for (int t = 0; t < here; t++) {
     const int k = k_here + t * PROGRAMS * 16;
+    if (t) load(k);
     float4 rows = *(const float4*)&s.residual[t][quarter * 4];
     if (p.warp == t % WARPS) {
       float squares = k < D && lane < 4 ? rows.x * rows.x + rows.y * rows.y + rows.z * rows.z +
@@ -64,11 +72,12 @@ __device__ __forceinline__ void add_to_logits(Program& p, const Layer& layer, u6
       rows.z *= any_number(norm[k + 2]);
       rows.w *= any_number(norm[k + 3]);
     }
-#pragma unroll 1
-    for (int e = e_here; e - (lane >> 2) < X; e += WARPS * 8) {
-      if (t || e != e_here) w = load(e, k);
-      float y = low_number(w.x) * rows.x + high_number(w.x) * rows.y + low_number(w.y) * rows.z +
-                high_number(w.y) * rows.w;
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+      const int e = e_here + i * WARPS * 8;
+      if (e - (lane >> 2) >= X) break;
+      float y = low_number(w[i].x) * rows.x + high_number(w[i].x) * rows.y +
+                low_number(w[i].y) * rows.z + high_number(w[i].y) * rows.w;
       y += __shfl_xor_sync(~0u, y, 1);
       y += __shfl_xor_sync(~0u, y, 2);
       if (quarter == 0 && e < X) add_number(sums + e, y * scale);
@@ -91,14 +100,24 @@ __device__ __forceinline__ float await_sum(Program& p, const u64* sums, int n, u
   }
 }
 
+// Numbers in the order of the logits, and back.
+__device__ __forceinline__ int key_of(float logit) {
+  const int bits = __float_as_uint(logit);
+  return bits ^ (bits >> 31 & 0x7fffffff);
+}
+__device__ __forceinline__ float logit_of(int key) {
+  return __uint_as_float(key ^ (key >> 31 & 0x7fffffff));
+}
+
 // The experts with the largest logits, of equal ones those with the lowest numbers, and their
-// weights. A NaN among the logits makes all weights NaN. An expert's place is how many come before
-// it, which all warps count. A shared expert (Router.shared in experts.py) is the last, and is taken
-// behind the chosen ones.
+// weights. A NaN among the logits makes all weights NaN. All warps wait for logits, and the first of
+// them takes the largest key again and again. The others may read experts and weights behind the next
+// meet(). A shared expert (Router.shared in experts.py) is the last, and
+// is taken behind the chosen ones.
 __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, const u64* logits,
                                                float scale) {
   constexpr int X = RouterOp::N, ALL = (X + 31) / 32 * 32, CHOICES = X - (SHARED > 0);
-  constexpr int LOWEST = -0x7fffffff;  // below all numbers
+  constexpr int LOWEST = -0x7fffffff, TAKEN = LOWEST - 1;  // below all numbers
   p.reload_ids();
   Shared& s = *p.s;
   const int lane = p.lane;
@@ -121,9 +140,8 @@ __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, c
       __syncwarp();  // all have read before one writes
       if (RouterOp::BIAS) logit += number(bias[n]);
       if (e < X) s.before[e] = before;
-      const int bits = __float_as_uint(logit);
       nan |= logit != logit;
-      s.keys[e] = e < CHOICES && logit == logit ? bits ^ (bits >> 31 & 0x7fffffff) : LOWEST;
+      s.keys[e] = e < CHOICES && logit == logit ? key_of(logit) : LOWEST;
       if (SHARED && e == CHOICES) {
         s.experts[CHOSEN] = e;
         s.weights[CHOSEN] = SHARED == 1 ? 1 / (1 + exp2f(-logit * LOG2_E)) : 1;
@@ -132,45 +150,38 @@ __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, c
     before_squares = squares_before;
   }
   nan = meet_any(nan);
-  if (p.warp == 0 && lane == 0) s.before[X] = before_squares;
+  if (p.warp == 0) {
+    if (lane == 0) s.before[X] = before_squares;
+    // A lane's experts are neighbours, so that of equal keys the lowest lane has the lowest number.
+    int keys[ALL / 32], mine = LOWEST;
+#pragma unroll
+    for (int i = 0; i < ALL / 32; i++) keys[i] = s.keys[lane * (ALL / 32) + i];
 #pragma unroll 1
-  for (int first = p.warp * 8; first < X; first += WARPS * 8) {
-    const int e = min(first + (lane >> 2), X - 1), mine = s.keys[e];
-    int before = 0;
-#pragma unroll 2
-    for (int i = (lane & 3) * 4; i < ALL; i += 16) {
-      const uint4 four = *(const uint4*)&s.keys[i];
-      const int keys[4] = {(int)four.x, (int)four.y, (int)four.z, (int)four.w};
-      if (i / 4 == e / 4) {  // mine is one of these
+    for (int n = 0; n < CHOSEN; n++) {
+      int best = keys[0];
 #pragma unroll
-        for (int j = 0; j < 4; j++) before += keys[j] > mine - (i + j < e);
-      } else {
-        const int least = i < e ? mine - 1 : mine;
+      for (int i = 1; i < ALL / 32; i++) best = max(best, keys[i]);
+      const int most = __reduce_max_sync(~0u, best);
+      if (lane == n) mine = most;
+      if (lane == __ffs(__ballot_sync(~0u, best == most)) - 1) {
+        int which = 0;
 #pragma unroll
-        for (int j = 0; j < 4; j++) before += keys[j] > least;
+        for (int i = ALL / 32 - 1; i >= 0; i--) which = keys[i] == most ? i : which;
+#pragma unroll
+        for (int i = 0; i < ALL / 32; i++) keys[i] = which == i ? TAKEN : keys[i];
+        s.experts[n] = lane * (ALL / 32) + which;
       }
     }
-    before += __shfl_xor_sync(~0u, before, 1);
-    before += __shfl_xor_sync(~0u, before, 2);
-    if (before < CHOSEN) {
-      s.experts[before] = e;
-      s.weights[before] = __uint_as_float(mine ^ (mine >> 31 & 0x7fffffff));  // its logit
-    }
+    __syncwarp();
+    if (lane == 0) arrive(&s.chosen);
+    const float top = logit_of(__shfl_sync(~0u, mine, 0));
+    const float share = lane < CHOSEN ? exp2f((logit_of(mine) - top) * LOG2_E) : 0;
+    float all = NORMALIZE ? share : 0;
+    if (!NORMALIZE)
+      for (int e = lane; e < CHOICES; e += 32) all += exp2f((logit_of(s.keys[e]) - top) * LOG2_E);
+    all = all_lanes(all, add);
+    if (lane < CHOSEN) s.weights[lane] = share / all * scale;
+    if (nan && lane < CHOSEN + (SHARED > 0)) s.weights[lane] = __uint_as_float(0x7fc00000);
   }
-  meet();
-  if (p.warp) return;
-  if (lane == 0) arrive(&s.chosen);
-  const float top = s.weights[0];
-  const float share = lane < CHOSEN ? exp2f((s.weights[lane] - top) * LOG2_E) : 0;
-  float all = NORMALIZE ? share : 0;
-  if (!NORMALIZE)
-    for (int e = lane; e < CHOICES; e += 32) {
-      const int key = s.keys[e];
-      all += exp2f((__uint_as_float(key ^ (key >> 31 & 0x7fffffff)) - top) * LOG2_E);
-    }
-  all = all_lanes(all, add);
-  __syncwarp();
-  if (lane < CHOSEN) s.weights[lane] = share / all * scale;
-  if (nan && lane < CHOSEN + (SHARED > 0)) s.weights[lane] = __uint_as_float(0x7fc00000);
 }
 #endif

@@ -69,7 +69,7 @@ template <class T> T __shfl_down_sync(unsigned, T value, int n) {
   return from_lane(value, min<int>(threadIdx.x % 32 + n, 31));
 }
 template <class T> T __shfl_sync(unsigned, T value, int lane) { return from_lane(value, lane); }
-inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+template <class T> T __reduce_max_sync(unsigned, T value) {
   for (int mask = 16; mask; mask /= 2) value = std::max(value, __shfl_xor_sync(0, value, mask));
   return value;
 }
@@ -321,6 +321,10 @@ inline int __reduce_add_sync(unsigned, int value) {
   for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(0, value, mask);
   return value;
 }
+inline unsigned __ballot_sync(unsigned, bool mine) {
+  return __reduce_add_sync(0, mine ? 1 << threadIdx.x % 32 : 0);
+}
+inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 inline int thread_number() { return threadIdx.x; }
 inline void give_up() { abort(); }
 // Each lane waits for its own words, and leaves the processor to the others meanwhile.
