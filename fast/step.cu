@@ -229,6 +229,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
   }
 #if CHOSEN
   for (int e = threadIdx.x; e < SUMS; e += (WARPS + 1) * 32) s.before[e] = 0;
+  for (int i = threadIdx.x; i < CANDIDATES; i += (WARPS + 1) * 32) s.candidates[i] = NO_KEY;
 #endif
   __syncthreads();
   const u32 first_tag = s.tag;

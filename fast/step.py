@@ -483,6 +483,8 @@ class Step:
             mixing = 4 * (2 * K + 3 * V + self.warps * 64 + 3 * BLOCK + self.warps * 3 + 16)
         rest += max(attended, mixing) + self.warps * queries * 8
         rest += 2 * E * (queries + 2) + 2048 + 12 * (experts + 32)
+        if self.moe:
+            rest += 8 * math.ceil(experts / 32) * (self.moe.how.n + 3)
         if self.behind:
             rest += 2 * self.weight.shape[1] + 4 * max(units)
         return (self.memory - rest) // (math.ceil(max(slots) / 1024) * 1024)

@@ -293,10 +293,17 @@ struct Mixing {
   // Of the block's earlier tokens: how much is left of them, and their keys times the key and query.
   float since[Delta::BLOCK], of_key[Delta::BLOCK], of_query[Delta::BLOCK];
   float from_start;              // what is left of the state
-  float gates[WARPS][3];         // sums of a part of x: b, a and squares
+  float gates[WARPS / 2][3];     // sums of a part of x: b, a and squares
   float beta, decay, decayed;    // decayed: exp(decay)
   float k_k, k_q, q_q;           // of key and query, products
+  float squares[Delta::VALUE_DIM / 32];
 };
+#endif
+
+#if CHOSEN
+constexpr int CHOICES = RouterOp::N - (SHARED > 0), PLACES = (CHOSEN + 3) / 4 * 4;
+constexpr int CANDIDATES = (CHOICES + 31) / 32 * PLACES;
+constexpr int LOWEST = -0x7ffffffe, NO_KEY = LOWEST - 1;  // below all numbers' keys
 #endif
 
 // A program's shared memory but for the ring.
@@ -325,6 +332,8 @@ struct Shared {
 #if CHOSEN
   u64 before[RouterOp::N + 1];  // its sums, as the layer before left them
   alignas(16) int keys[(RouterOp::N + 31) / 32 * 32];  // ordered as the logits are
+  // Of each 32 experts those that may be chosen, and behind them NO_KEY up to PLACES; their numbers.
+  alignas(16) int candidates[CANDIDATES], numbers[CANDIDATES];
 #endif
   u32 tag;
   int odd;                 // whether the step's number is

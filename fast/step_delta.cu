@@ -39,56 +39,62 @@ struct Mixer {
   }
 };
 
-// A warp's part of the normed x times two rows of a weight, and of the squares of x. x: words with
-// this tag or, if it is 0, a plain row.
+// A warp's part of the normed x times two rows of a weight, and of the squares of x, of which the
+// second half of the warps have all. x: words with this tag or, if it is 0, a plain row.
 __device__ __forceinline__ void gates_of(Program& p, const Layer& layer, int h, const u64* x,
                                          u32 tag) {
   typedef Product<In> P;
+  constexpr int HALF = WARPS / 2, N = P::UNITS > HALF ? 2 : 1;  // units whose words a warp awaits
   const auto norm = layer.at<const P::Norm>(QKV * PER_PRODUCT + NORM_WEIGHT);
-  const u16* weight = layer.at<const u16>(GATES);
+  const u16* weight = layer.at<const u16>(GATES) + (long long)h * D;
   float sums[3] = {};
 #pragma unroll 1
-  for (int unit = p.warp; unit < P::UNITS; unit += WARPS) {
-    float gain[1][P::INPUTS];
-    P::load_gains(gain, norm, unit, p.lane);
-    u32 w[2][P::INPUTS / 2], pairs[1][P::INPUTS / 2];
+  for (int first = p.warp - HALF; first < P::UNITS; first += N * HALF) {
+    float gain[N][P::INPUTS];
+    P::load_gains<N, HALF>(gain, norm, first, p.lane);
+    u32 w[2][N * P::INPUTS / 2], pairs[N][P::INPUTS / 2];
 #pragma unroll
-    for (int i = 0; i < P::INPUTS; i++) {
-      const int k = P::input(unit, p.lane, i & ~1);
-      const u16* row = weight + (long long)(i % 2 * Delta::VALUE_HEADS + h) * D;
-      w[i % 2][i / 2] = k < D ? *(const u32*)(row + k) : 0;
-    }
-    P::await_units(pairs, x, tag, unit, p.lane);
-#pragma unroll
-    for (int i = 0; i < P::INPUTS / 2; i++) {
-      const float low = low_number(pairs[0][i]), high = high_number(pairs[0][i]);
+    for (int i = 0; i < N * P::INPUTS / 2; i++) {
+      const int unit = first + i / (P::INPUTS / 2) * HALF;
+      const int k = P::input(unit, p.lane, i * 2 % P::INPUTS);
 #pragma unroll
       for (int j = 0; j < 2; j++)
-        sums[j] += low * gain[0][2 * i] * low_number(w[j][i]) +
-                   high * gain[0][2 * i + 1] * high_number(w[j][i]);
+        w[j][i] = k < D ? *(const u32*)(weight + j * Delta::VALUE_HEADS * D + k) : 0;
+    }
+    P::await_units<N, HALF>(pairs, x, tag, first, p.lane);
+#pragma unroll
+    for (int i = 0; i < N * P::INPUTS / 2; i++) {
+      const int n = i / (P::INPUTS / 2), in_unit = i % (P::INPUTS / 2);
+      if (first + n * HALF >= P::UNITS) break;
+      const float low = low_number(pairs[n][in_unit]), high = high_number(pairs[n][in_unit]);
       sums[2] += low * low + high * high;
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        sums[j] += low * gain[n][2 * in_unit] * low_number(w[j][i]) +
+                   high * gain[n][2 * in_unit + 1] * high_number(w[j][i]);
     }
   }
 #pragma unroll
   for (int j = 0; j < 3; j++) {
     const float sum = all_lanes(sums[j], add);
-    if (p.lane == 0) p.s->mixing.gates[p.warp][j] = sum;
+    if (p.lane == 0) p.s->mixing.gates[p.warp - HALF][j] = sum;
   }
 }
 
 // All gates' parts are there. One warp calls this.
 __device__ __forceinline__ void finish_gates(Program& p, const Layer& layer, const Mixer& m,
-                                             int position) {
+                                             int position, float log_a, float bias) {
   Mixing& s = p.s->mixing;
   float sums[3];
 #pragma unroll
-  for (int j = 0; j < 3; j++) sums[j] = all_lanes(p.lane < WARPS ? s.gates[p.lane][j] : 0.0f, add);
+  for (int j = 0; j < 3; j++)
+    sums[j] = all_lanes<WARPS / 2>(s.gates[p.lane % (WARPS / 2)][j], add);
   const float one = rsqrtf(sums[2] / D + p.eps);
   // As they are kept, so that it makes no difference in which forward a token is read.
   const u16 b = rounded(sums[0] * one), a = rounded(sums[1] * one);
-  const float x = number(a) + layer.at<const float>(DT_BIAS)[m.h];
+  const float x = number(a) + bias;
   const float softplus = x > 20 ? x : logf(1 + __expf(x));
-  const float decay = -__expf(layer.at<const float>(LOG_A)[m.h]) * softplus;
+  const float decay = -__expf(log_a) * softplus;
   if (p.lane) return;
   s.beta = 1 / (1 + __expf(-number(b)));
   s.decayed = __expf(decay);
@@ -99,12 +105,10 @@ __device__ __forceinline__ void finish_gates(Program& p, const Layer& layer, con
 }
 
 // What of the state and of each earlier token's correction is left before this token: lane s has the
-// block's s-th token.
-__device__ __forceinline__ void sum_decays(Program& p, const Layer& layer, const Mixer& m) {
+// decay of the block's s-th token.
+__device__ __forceinline__ void sum_decays(Program& p, const Mixer& m, float decay) {
   Mixing& s = p.s->mixing;
   const int lane = p.lane;
-  const float decay =
-      lane < m.at ? layer.at<const float>(DECAYS)[m.place(lane) * Delta::VALUE_HEADS + m.h] : 0;
   // The sum of what came after: as a difference of two sums it would lose digits.
   float since = __shfl_down_sync(~0u, decay, 1);
   if (lane == 31) since = 0;
@@ -118,47 +122,54 @@ __device__ __forceinline__ void sum_decays(Program& p, const Layer& layer, const
 }
 
 // The token's query, key, value and z: channels as In makes them and, but for z, behind the
-// convolution over the last TAPS tokens and SiLU. A lane has two neighbours.
+// convolution over the last TAPS tokens and SiLU. A lane of the first half of the warps has two
+// neighbours.
 __device__ __forceinline__ void convolve(Program& p, const Layer& layer, const Mixer& m,
                                          const u64* qkvz, u32 tag, int position) {
-  constexpr int TAPS = Delta::TAPS;
+  constexpr int TAPS = Delta::TAPS, ALL = 2 * (KEY_DIM + VALUE_DIM);
   Mixing& s = p.s->mixing;
   u16* const inputs = layer.at<u16>(INPUTS);
-  const u16* filter = layer.at<const u16>(FILTER);
 #pragma unroll 1
-  for (int n = (p.warp * 32 + p.lane) * 2; n < 2 * (KEY_DIM + VALUE_DIM); n += WARPS * 64) {
+  for (int n = (p.warp * 32 + p.lane) * 2; n < ALL; n += WARPS / 2 * 64) {
     const bool is_key = n < 2 * KEY_DIM, is_z = n >= 2 * KEY_DIM + VALUE_DIM;
     const int channel =
         is_key ? n / KEY_DIM * OF_KEYS + m.key_head * KEY_DIM + n % KEY_DIM
                : 2 * OF_KEYS + is_z * OF_VALUES + m.h * VALUE_DIM + (n - 2 * KEY_DIM) % VALUE_DIM;
-    float y[2] = {0, 0}, taps[TAPS][2] = {};
-    if (!is_z)
+    u32 taps[TAPS] = {}, before[TAPS - 1] = {};
+    if (!is_z) {
+      const u32* filter = layer.at<const u32>(FILTER) + channel / 2 * TAPS;
 #pragma unroll
-      for (int tap = 0; tap < TAPS; tap++) {
-        for (int j = 0; j < 2; j++) taps[tap][j] = number(filter[(channel + j) * TAPS + tap]);
-        const int t = position - (TAPS - 1 - tap);
-        if (tap == TAPS - 1 || t < 0) continue;  // before token 0 all is 0
-        const u32 pair = *(const u32*)(inputs + (long long)(t % Delta::RING) * KEPT + channel);
-        y[0] += taps[tap][0] * low_number(pair);
-        y[1] += taps[tap][1] * high_number(pair);
+      for (int i = 0; i < TAPS; i++) taps[i] = filter[i];
+#pragma unroll
+      for (int i = 0; i < TAPS - 1; i++) {
+        const int t = position - (TAPS - 1 - i);  // before token 0 all is 0
+        if (t >= 0)
+          before[i] = *(const u32*)(inputs + (long long)(t % Delta::RING) * KEPT + channel);
       }
+    }
     u32 pair[1];
     await(pair, qkvz, {channel / 2}, tag);
-    const float x[2] = {low_number(pair[0]), high_number(pair[0])};
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      y[j] = number(rounded(y[j] + taps[TAPS - 1][j] * x[j]));  // as PyTorch rounds it
-      s.made[n + j] = is_z ? x[j] : number(rounded(y[j] / (1 + __expf(-y[j]))));
+      float x = 0, y = 0;
+#pragma unroll
+      for (int i = 0; i < TAPS; i++) {
+        const int at = j * TAPS + i;
+        const u32 of = i < TAPS - 1 ? before[i] : pair[0];
+        x = j ? high_number(of) : low_number(of);
+        y += x * (at & 1 ? high_number(taps[at / 2]) : low_number(taps[at / 2]));
+      }
+      y = number(rounded(y));  // as PyTorch rounds it
+      s.made[n + j] = is_z ? x : number(rounded(y / (1 + __expf(-y))));
     }
     if (!is_z && (!is_key || m.stores_key))
       *(u32*)(inputs + (long long)(position % Delta::RING) * KEPT + channel) = pair[0];
   }
 }
 
-// Rows of the state before the block: zeros before the first one, whatever lies there.
-__device__ __forceinline__ float state_at(const Program& p, const Mixer& m, int row, int column) {
-  const float* slot = (const float*)p.slot(p.next_slot + row / SLOT_ROWS);
-  return m.block ? slot[row % SLOT_ROWS * VALUE_DIM + column] : 0;
+// Rows of the state before the block, from a multiple of SLOT_ROWS on.
+__device__ __forceinline__ const float* state_at(const Program& p, int row) {
+  return (const float*)p.slot(p.next_slot + row / SLOT_ROWS);
 }
 
 // The state behind the block, of which this token is the last.
@@ -173,10 +184,10 @@ __device__ __forceinline__ void put_state(Program& p, const Layer& layer, const 
   constexpr int ROWS = 16;
 #pragma unroll 1
   for (int first = thread / VALUE_DIM * SPLIT_ROWS, i = 0; i < SPLIT_ROWS; i += ROWS) {
+    const float* state = state_at(p, first + i) + (first + i) % SLOT_ROWS * VALUE_DIM + column;
     float sums[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++)
-      sums[r] = s.from_start * state_at(p, m, first + i + r, column);
+    for (int r = 0; r < ROWS; r++) sums[r] = m.block ? s.from_start * state[r * VALUE_DIM] : 0;
 #pragma unroll 1
     for (int t = 0; t < at; t++) {
       const float left = s.since[t] * corrections[t * VALUE_DIM + column];
@@ -196,11 +207,20 @@ __device__ __forceinline__ void mix(Program& p, const Layer& layer, int h, const
   p.reload_ids();
   Mixing& s = p.s->mixing;
   const Mixer m(h, position);
-  const int lane = p.lane, thread = p.warp * 32 + lane, at = m.at;
+  const int lane = p.lane, thread = p.warp * 32 + lane, at = m.at, column = thread % VALUE_DIM;
   const float *query = s.made, *key = query + KEY_DIM, *value = key + KEY_DIM, *z = value + VALUE_DIM;
-  gates_of(p, layer, h, x, x_tag);
-  if (p.warp == WARPS - 1) sum_decays(p, layer, m);
-  convolve(p, layer, m, qkvz, tag, position);
+  // Loaded before they are wanted, by all, though few do.
+  const float log_a = layer.at<const float>(LOG_A)[h], bias = layer.at<const float>(DT_BIAS)[h];
+  const float norm =
+      any_number(layer.at<const NumberOf<Delta::FLOAT_NORM>::Type>(VALUE_NORM)[column]);
+  const float decay =
+      lane < at ? layer.at<const float>(DECAYS)[m.place(lane) * Delta::VALUE_HEADS + h] : 0;
+  if (p.warp < WARPS / 2) {
+    convolve(p, layer, m, qkvz, tag, position);
+  } else {
+    gates_of(p, layer, h, x, x_tag);
+    if (p.warp == WARPS - 1) sum_decays(p, m, decay);
+  }
   meet();
 
 #pragma unroll 1
@@ -210,15 +230,21 @@ __device__ __forceinline__ void mix(Program& p, const Layer& layer, int h, const
   }
   const float* keys = (const float*)p.slot(p.next_slot + STATE_SLOTS);
   const float* corrections = (const float*)p.slot(p.next_slot + STATE_SLOTS + 1);
-  if (p.warp == WARPS - 1) finish_gates(p, layer, m, position);
-  {  // what the state makes of the key and of the query
-    const int column = thread % VALUE_DIM, first = thread / VALUE_DIM * SPLIT_ROWS;
+  if (p.warp == WARPS - 1) finish_gates(p, layer, m, position, log_a, bias);
+  {  // what the state makes of the key and of the query: 0 in the first block, whatever lies there
+    const int first = thread / VALUE_DIM * SPLIT_ROWS, end = m.block ? first + SPLIT_ROWS : first;
     float of_key = 0, of_query = 0;
-#pragma unroll 8
-    for (int row = first; row < first + SPLIT_ROWS; row++) {
-      const float number = state_at(p, m, row, column);
-      of_key += number * key[row];
-      of_query += number * query[row];
+#pragma unroll 1
+    for (int begin = first; begin < end; begin += SLOT_ROWS) {
+      const float* state = state_at(p, begin) + column;
+#pragma unroll 2
+      for (int i = 0; i < SLOT_ROWS; i += 4, state += 4 * VALUE_DIM) {
+        const float4 k = *(const float4*)(key + begin + i), q = *(const float4*)(query + begin + i);
+        const float rows[4] = {state[0], state[VALUE_DIM], state[2 * VALUE_DIM],
+                               state[3 * VALUE_DIM]};
+        of_key += rows[0] * k.x + rows[1] * k.y + rows[2] * k.z + rows[3] * k.w;
+        of_query += rows[0] * q.x + rows[1] * q.y + rows[2] * q.z + rows[3] * q.w;
+      }
     }
     s.found[thread / VALUE_DIM][0][column] = of_key;
     s.found[thread / VALUE_DIM][1][column] = of_query;
@@ -246,59 +272,49 @@ __device__ __forceinline__ void mix(Program& p, const Layer& layer, int h, const
   }
   meet();
 
-  if (p.warp == 0) {  // a lane has four columns
-    const int column = lane * 4;
-    float of_key[4] = {}, of_query[4] = {}, y[4];
-    const auto add_to = [](float(&sums)[4], float weight, const float* x) {
-      const float4 four = *(const float4*)x;
-      sums[0] += weight * four.x, sums[1] += weight * four.y;
-      sums[2] += weight * four.z, sums[3] += weight * four.w;
-    };
+  float y = 0, gate = 0;
+  const float unit_k = rsqrtf(s.k_k + 1e-6f);  // key and query have unit length
+  if (thread < VALUE_DIM) {
+    float of_key = 0, of_query = 0;
 #pragma unroll
     for (int i = 0; i < SPLITS; i++) {
-      add_to(of_key, s.from_start, &s.found[i][0][column]);
-      add_to(of_query, s.from_start, &s.found[i][1][column]);
+      of_key += s.found[i][0][column];
+      of_query += s.found[i][1][column];
     }
+    of_key *= s.from_start;
+    of_query *= s.from_start;
 #pragma unroll 4
     for (int t = 0; t < at; t++) {
-      add_to(of_key, s.of_key[t], corrections + t * VALUE_DIM + column);
-      add_to(of_query, s.of_query[t], corrections + t * VALUE_DIM + column);
+      const float correction = corrections[t * VALUE_DIM + column];
+      of_key += s.of_key[t] * correction;
+      of_query += s.of_query[t] * correction;
     }
-    // Key and query have unit length, and the query is times KEY_DIM ** -0.5.
-    const float unit_k = rsqrtf(s.k_k + 1e-6f);
     const float unit_q = rsqrtf(s.q_q + 1e-6f) * rsqrtf((float)KEY_DIM);
-    const float k_q = s.k_q * unit_k * unit_q;
+    const float u = s.beta * (value[column] - s.decayed * unit_k * of_key);
+    s.correction[column] = u;
+    layer.at<float>(CORRECTIONS)[(m.slot * Delta::VALUE_HEADS + h) * VALUE_DIM + column] = u;
+    y = unit_q * (s.decayed * of_query + s.k_q * unit_k * u);
+    gate = z[column];
+    const float squares = all_lanes(y * y, add);
+    if (lane == 0) s.squares[p.warp] = squares;
+  }
+  if (m.stores_key && thread < KEY_DIM)
+    layer.at<float>(KEYS)[(m.slot * Delta::KEY_HEADS + m.key_head) * KEY_DIM + thread] =
+        unit_k * key[thread];
+  meet();  // all have read the slots, and what the next task writes
+  if (thread < VALUE_DIM) {
     float squares = 0;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float u = s.beta * (value[column + i] - s.decayed * unit_k * of_key[i]);
-      s.correction[column + i] = u;
-      layer.at<float>(CORRECTIONS)[(m.slot * Delta::VALUE_HEADS + h) * VALUE_DIM + column + i] = u;
-      y[i] = s.decayed * unit_q * of_query[i] + k_q * u;
-      squares += y[i] * y[i];
-    }
-    if (m.stores_key)
-#pragma unroll
-      for (int e = lane; e < KEY_DIM; e += 32)
-        layer.at<float>(KEYS)[(m.slot * Delta::KEY_HEADS + m.key_head) * KEY_DIM + e] =
-            unit_k * key[e];
-    const float one = rsqrtf(all_lanes(squares, add) / VALUE_DIM + eps);
-    const auto norm = layer.at<const NumberOf<Delta::FLOAT_NORM>::Type>(VALUE_NORM);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float gate = z[column + i];
-      y[i] *= one * any_number(norm[column + i]) * __fdividef(gate, 1 + __expf(-gate));
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i += 2)
-      poke(out + Product<Wo>::word(0, h * VALUE_DIM + column + i),
-           word_of(pair_of(y[i], y[i + 1]), tag));
+    for (int i = 0; i < VALUE_DIM / 32; i++) squares += s.squares[i];
+    y *= rsqrtf(squares / VALUE_DIM + eps) * norm * __fdividef(gate, 1 + __expf(-gate));
+    const float next = __shfl_down_sync(~0u, y, 1);
+    if (!(lane & 1))
+      poke(out + Product<Wo>::word(0, h * VALUE_DIM + column), word_of(pair_of(y, next), tag));
   }
   if (at == Delta::BLOCK - 1) {
-    meet();
     put_state(p, layer, m);
+    meet();
   }
-  meet();  // all have read the slots
   if (p.warp == 0 && lane < MIXER_SLOTS)
     arrive_for(&p.s->empty[(p.next_slot + lane) % STAGES], SQUAD_WARPS);
   p.next_slot += MIXER_SLOTS;

@@ -63,21 +63,21 @@ struct Product : Sizes<O> {
     return there;
   }
 
-  // A lane's weights of a norm, of the units first, first + WARPS and so on.
-  template <int N>
+  // A lane's weights of a norm, of N units: first, first + BY and so on.
+  template <int N, int BY = WARPS>
   static __device__ __forceinline__ void load_gains(float (&gain)[N][INPUTS], const Norm* norm,
                                                     int first, int lane) {
 #pragma unroll
     for (int i = 0; i < N * INPUTS; i++) {
-      const int k = input(first + i / INPUTS * WARPS, lane, i % INPUTS);
+      const int k = input(first + i / INPUTS * BY, lane, i % INPUTS);
       gain[i / INPUTS][i % INPUTS] = O::NORM && k < O::K ? any_number(norm[k]) : 0;
     }
   }
   // Waits for a lane's pairs of these units of x: words with this tag or, if it is 0, a plain row.
-  template <int N>
+  template <int N, int BY = WARPS>
   static __device__ __forceinline__ void await_units(u32 (&pairs)[N][INPUTS / 2], const u64* x,
                                                      u32 tag, int first, int lane) {
-    const auto unit = [&](int n) { return min(first + n * WARPS, S::UNITS - 1); };
+    const auto unit = [&](int n) { return min(first + n * BY, S::UNITS - 1); };
     if (ENTERS && tag == 0) {
 #pragma unroll
       for (int i = 0; i < N * INPUTS / 2; i++) {

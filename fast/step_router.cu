@@ -109,15 +109,30 @@ __device__ __forceinline__ float logit_of(int key) {
   return __uint_as_float(key ^ (key >> 31 & 0x7fffffff));
 }
 
+// How many of these come before number n: the larger ones and, of equal ones, those with lower
+// numbers. `of` is a multiple of four.
+__device__ __forceinline__ int keys_before(const int* keys, int of, int n) {
+  const int mine = keys[n];
+  int before = 0;
+#pragma unroll 2
+  for (int i = 0; i < of; i += 4) {
+    const int4 four = *(const int4*)(keys + i);
+    before += four.x > mine - (i < n);
+    before += four.y > mine - (i + 1 < n);
+    before += four.z > mine - (i + 2 < n);
+    before += four.w > mine - (i + 3 < n);
+  }
+  return before;
+}
+
 // The experts with the largest logits, of equal ones those with the lowest numbers, and their
-// weights. A NaN among the logits makes all weights NaN. All warps wait for logits, and the first of
-// them takes the largest key again and again. The others may read experts and weights behind the next
-// meet(). A shared expert (Router.shared in experts.py) is the last, and
-// is taken behind the chosen ones.
+// weights. A NaN among the logits makes all weights NaN. A warp has 32 experts, of which the first CHOSEN
+// are candidates, and then 32 of all candidates. A shared expert (Router.shared in experts.py) is the
+// last, and is taken behind the chosen ones. The warps but the first may read weights behind their next
+// meet().
 __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, const u64* logits,
                                                float scale) {
-  constexpr int X = RouterOp::N, ALL = (X + 31) / 32 * 32, CHOICES = X - (SHARED > 0);
-  constexpr int LOWEST = -0x7fffffff, TAKEN = LOWEST - 1;  // below all numbers
+  constexpr int X = RouterOp::N;
   p.reload_ids();
   Shared& s = *p.s;
   const int lane = p.lane;
@@ -142,6 +157,12 @@ __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, c
       if (e < X) s.before[e] = before;
       nan |= logit != logit;
       s.keys[e] = e < CHOICES && logit == logit ? key_of(logit) : LOWEST;
+      __syncwarp();
+      const int before_it = keys_before(s.keys + (e - lane), 32, lane);
+      if (e - lane < CHOICES && before_it < CHOSEN) {
+        s.candidates[e / 32 * PLACES + before_it] = s.keys[e];
+        s.numbers[e / 32 * PLACES + before_it] = e;
+      }
       if (SHARED && e == CHOICES) {
         s.experts[CHOSEN] = e;
         s.weights[CHOSEN] = SHARED == 1 ? 1 / (1 + exp2f(-logit * LOG2_E)) : 1;
@@ -150,36 +171,26 @@ __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, c
     before_squares = squares_before;
   }
   nan = meet_any(nan);
-  if (p.warp == 0) {
-    if (lane == 0) s.before[X] = before_squares;
-    // A lane's experts are neighbours, so that of equal keys the lowest lane has the lowest number.
-    int keys[ALL / 32], mine = LOWEST;
-#pragma unroll
-    for (int i = 0; i < ALL / 32; i++) keys[i] = s.keys[lane * (ALL / 32) + i];
+  if (p.warp == 0 && lane == 0) s.before[X] = before_squares;
 #pragma unroll 1
-    for (int n = 0; n < CHOSEN; n++) {
-      int best = keys[0];
-#pragma unroll
-      for (int i = 1; i < ALL / 32; i++) best = max(best, keys[i]);
-      const int most = __reduce_max_sync(~0u, best);
-      if (lane == n) mine = most;
-      if (lane == __ffs(__ballot_sync(~0u, best == most)) - 1) {
-        int which = 0;
-#pragma unroll
-        for (int i = ALL / 32 - 1; i >= 0; i--) which = keys[i] == most ? i : which;
-#pragma unroll
-        for (int i = 0; i < ALL / 32; i++) keys[i] = which == i ? TAKEN : keys[i];
-        s.experts[n] = lane * (ALL / 32) + which;
-      }
+  for (int first = p.warp * 32; first < CANDIDATES; first += WARPS * 32) {
+    const int n = min(first + lane, CANDIDATES - 1);
+    const int before = keys_before(s.candidates, CANDIDATES, n);
+    if (before < CHOSEN) {
+      s.experts[before] = s.numbers[n];
+      s.weights[before] = logit_of(s.candidates[n]);
     }
-    __syncwarp();
+  }
+  meet();
+  if (p.warp == 0) {
     if (lane == 0) arrive(&s.chosen);
-    const float top = logit_of(__shfl_sync(~0u, mine, 0));
-    const float share = lane < CHOSEN ? exp2f((logit_of(mine) - top) * LOG2_E) : 0;
+    const float top = s.weights[0];
+    const float share = lane < CHOSEN ? exp2f((s.weights[lane] - top) * LOG2_E) : 0;
     float all = NORMALIZE ? share : 0;
     if (!NORMALIZE)
       for (int e = lane; e < CHOICES; e += 32) all += exp2f((logit_of(s.keys[e]) - top) * LOG2_E);
     all = all_lanes(all, add);
+    __syncwarp();
     if (lane < CHOSEN) s.weights[lane] = share / all * scale;
     if (nan && lane < CHOSEN + (SHARED > 0)) s.weights[lane] = __uint_as_float(0x7fc00000);
   }

@@ -19,6 +19,9 @@
 #define __launch_bounds__(...)
 using std::max;
 using std::min;
+struct int4 {
+  int x, y, z, w;
+};
 struct uint4 {
   unsigned x, y, z, w;
 };
