@@ -287,7 +287,7 @@ __device__ __forceinline__ uint4 part_of(const unsigned char* box, int row, int 
 struct Mixing {
   // Of the value head its key head's query and key, and its value and z.
   alignas(16) float made[2 * Delta::KEY_DIM + 2 * Delta::VALUE_DIM];
-  // What a part of the state's rows makes of the key and of the query.
+  // What a part of the state's rows and of the corrections makes of the key and of the query.
   alignas(16) float found[WARPS * 32 / Delta::VALUE_DIM][2][Delta::VALUE_DIM];
   alignas(16) float correction[Delta::VALUE_DIM];
   // Of the block's earlier tokens: how much is left of them, and their keys times the key and query.

@@ -231,27 +231,9 @@ __device__ __forceinline__ void mix(Program& p, const Layer& layer, int h, const
   const float* keys = (const float*)p.slot(p.next_slot + STATE_SLOTS);
   const float* corrections = (const float*)p.slot(p.next_slot + STATE_SLOTS + 1);
   if (p.warp == WARPS - 1) finish_gates(p, layer, m, position, log_a, bias);
-  {  // what the state makes of the key and of the query: 0 in the first block, whatever lies there
-    const int first = thread / VALUE_DIM * SPLIT_ROWS, end = m.block ? first + SPLIT_ROWS : first;
-    float of_key = 0, of_query = 0;
-#pragma unroll 1
-    for (int begin = first; begin < end; begin += SLOT_ROWS) {
-      const float* state = state_at(p, begin) + column;
-#pragma unroll 2
-      for (int i = 0; i < SLOT_ROWS; i += 4, state += 4 * VALUE_DIM) {
-        const float4 k = *(const float4*)(key + begin + i), q = *(const float4*)(query + begin + i);
-        const float rows[4] = {state[0], state[VALUE_DIM], state[2 * VALUE_DIM],
-                               state[3 * VALUE_DIM]};
-        of_key += rows[0] * k.x + rows[1] * k.y + rows[2] * k.z + rows[3] * k.w;
-        of_query += rows[0] * q.x + rows[1] * q.y + rows[2] * q.z + rows[3] * q.w;
-      }
-    }
-    s.found[thread / VALUE_DIM][0][column] = of_key;
-    s.found[thread / VALUE_DIM][1][column] = of_query;
-  }
   // Products of the block's keys, the token's own at last, with the key and the query.
 #pragma unroll 1
-  for (int t = p.warp; t <= at; t += WARPS) {
+  for (int t = p.warp; t <= at && p.warp < WARPS - 1; t += WARPS - 1) {
     float of_key = 0, of_query = 0, squares = 0;
 #pragma unroll
     for (int e = lane * 4; e < KEY_DIM; e += 128) {
@@ -271,6 +253,34 @@ __device__ __forceinline__ void mix(Program& p, const Layer& layer, int h, const
     }
   }
   meet();
+  {  // What state and corrections make of the key and of the query.
+    const int split = thread / VALUE_DIM, first = split * SPLIT_ROWS;
+    const int end = m.block ? first + SPLIT_ROWS : first;  // 0 in the first block, whatever lies there
+    float of_key = 0, of_query = 0;
+#pragma unroll 1
+    for (int begin = first; begin < end; begin += SLOT_ROWS) {
+      const float* state = state_at(p, begin) + column;
+#pragma unroll 2
+      for (int i = 0; i < SLOT_ROWS; i += 4, state += 4 * VALUE_DIM) {
+        const float4 k = *(const float4*)(key + begin + i), q = *(const float4*)(query + begin + i);
+        const float rows[4] = {state[0], state[VALUE_DIM], state[2 * VALUE_DIM],
+                               state[3 * VALUE_DIM]};
+        of_key += rows[0] * k.x + rows[1] * k.y + rows[2] * k.z + rows[3] * k.w;
+        of_query += rows[0] * q.x + rows[1] * q.y + rows[2] * q.z + rows[3] * q.w;
+      }
+    }
+    of_key *= s.from_start;
+    of_query *= s.from_start;
+#pragma unroll 1
+    for (int t = split; t < at; t += SPLITS) {
+      const float correction = corrections[t * VALUE_DIM + column];
+      of_key += s.of_key[t] * correction;
+      of_query += s.of_query[t] * correction;
+    }
+    s.found[split][0][column] = of_key;
+    s.found[split][1][column] = of_query;
+  }
+  meet();
 
   float y = 0, gate = 0;
   const float unit_k = rsqrtf(s.k_k + 1e-6f);  // key and query have unit length
@@ -280,14 +290,6 @@ __device__ __forceinline__ void mix(Program& p, const Layer& layer, int h, const
     for (int i = 0; i < SPLITS; i++) {
       of_key += s.found[i][0][column];
       of_query += s.found[i][1][column];
-    }
-    of_key *= s.from_start;
-    of_query *= s.from_start;
-#pragma unroll 4
-    for (int t = 0; t < at; t++) {
-      const float correction = corrections[t * VALUE_DIM + column];
-      of_key += s.of_key[t] * correction;
-      of_query += s.of_query[t] * correction;
     }
     const float unit_q = rsqrtf(s.q_q + 1e-6f) * rsqrtf((float)KEY_DIM);
     const float u = s.beta * (value[column] - s.decayed * unit_k * of_key);

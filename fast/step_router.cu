@@ -112,16 +112,19 @@ __device__ __forceinline__ float logit_of(int key) {
 // How many of these come before number n: the larger ones and, of equal ones, those with lower
 // numbers. `of` is a multiple of four.
 __device__ __forceinline__ int keys_before(const int* keys, int of, int n) {
-  const int mine = keys[n];
+  const int mine = keys[n], own_four = n & ~3;
   int before = 0;
-#pragma unroll 2
+#pragma unroll 4
   for (int i = 0; i < of; i += 4) {
     const int4 four = *(const int4*)(keys + i);
-    before += four.x > mine - (i < n);
-    before += four.y > mine - (i + 1 < n);
-    before += four.z > mine - (i + 2 < n);
-    before += four.w > mine - (i + 3 < n);
+    const int least = i < own_four ? mine - 1 : mine;
+    before += four.x > least;
+    before += four.y > least;
+    before += four.z > least;
+    before += four.w > least;
   }
+#pragma unroll
+  for (int j = 0; j < 3; j++) before += own_four + j < n && keys[own_four + j] == mine;
   return before;
 }
 
