@@ -1,10 +1,8 @@
 // Attention: which program has what of the cache, a split of it, and several splits joined.
 
-// The first programs have more of the products' tiles, and tasks later.
-__device__ __forceinline__ int first_task() {
-  const int n = (int)blockIdx.x - PROGRAMS / 2;
-  return n < 0 ? n + PROGRAMS : n;
-}
+// The last programs have fewer of the products' tiles, and so the first tasks.
+__device__ __forceinline__ int first_task() { return PROGRAMS - 1 - (int)blockIdx.x; }
+
 // Attention's tasks: each is a kv head, some parts of its values, and one of n splits of the cache's
 // slots that a token at `position` sees. A text of up to PASS slots has one split, and a task one
 // part. Of a longer one a task has WIDE parts, as it reads all of a key, and a split has up to
