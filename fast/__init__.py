@@ -11,8 +11,8 @@ without Triton.
     engine.py         the captured engine
     decoder.py        swaps a model's modules for fast ones, by their type: decode of one row is
                       five launches a layer
-    step.py           or one launch for all layers, in CUDA C++ (step.cu and step_*.cu), for mixtures and
-                      small layers
+    step.py           or one launch for all layers, in CUDA C++ (step.cu and step_*.cu), for
+                      mixtures and small layers
     linear.py         16-bit linear layers with norm, bias, SiLU gate and residual inside
     packed_linear.py  the same for int4, int8, FP8 and MXFP4 weights, by one of three kernels:
       packed_gemv.py  one row, in CUDA C++ (gemv.cu), 16-bit weights too

@@ -242,9 +242,9 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
 
   // Both loops have the same products in the same order, as a slot of the ring is known by its
   // number alone. What another product takes:
-  //  1. In step_base.cu a place in the enum of products and in OPERATIONS, here a line in each of the
-  //     loops, and one in map_at(). RESIDUAL says that its tiles are Wo's, whose rows of the stream s.residual
-  //     has; MEASURES, that it is Qkv.
+  //  1. In step_base.cu a place in the enum of products and in OPERATIONS, here a line in each of
+  //     the loops, and one in map_at(). RESIDUAL says that its tiles are Wo's, whose rows of the
+  //     stream s.residual has; MEASURES, that it is Qkv.
   //  2. In step.py: a line in operations(), its place in fields(), and FIELDS, which the enum
   //     counts. A lane copies one field: with more than 32, both copy_word() take a loop.
   //  3. A row of words: among Step's, which stand in the order of this function's parameters, and

@@ -14,7 +14,8 @@ other warps wait for these, the next weights come in:
 Of a mixture the producer waits once a layer: for the experts, whose weights it then copies. A
 router is no product of its own, as that would take one more exchange: who has rows of the stream
 multiplies them by the router's weights, and adds fixed-point numbers to words that each expert has,
-whose sum does not depend on the order. Each program then ranks the experts by itself.
+whose sum does not depend on the order. Each program then ranks the experts by itself: a warp those
+of 32, and then those that may be chosen.
 
 Where a norm stands behind a branch (Gemma 3), what the branch makes is added to the residual stream
 by who reads it: programs with tiles of Qkv or Up have all of the stream, and norm the branch's words
@@ -30,6 +31,7 @@ programs had added something after its reading. Step by step:
     qkv            programs with tiles of Qkv     ends, all of it
     parts          those of a head's splits       qkv, the head's
     attended       of attention's tasks, or all   qkv, the head's, or its parts
+    or             of a mixer's tasks             ends, all of it, and qkv, the head's
     middle, sums   programs with tiles of Wo      attended, all of it
     gated          programs with tiles of Up      middle, all of it, and the sums
     ends           programs with tiles of Down    gated, all of it
@@ -53,8 +55,12 @@ Attention: a program has a kv head and 64 columns of its values. Of a text of mo
 has some of the slots and, where E is not 64, 128 columns: it reads all of each key, which would
 otherwise be read twice. Keys and values come through the ring, too, 4,096 / E slots of the cache a
 slot of it, before the query is there: a warp's own loads, asked for as early, would hold up the
-words that it asks for behind them. Where several programs share a head's slots, their sums, largest scores and totals are
-words, which all programs put together, each 32 elements of a head.
+words that it asks for behind them. Where several programs share a head's slots, their sums, largest
+scores and totals are words, which all programs put together, each 32 elements of a head.
+
+A recurrent layer (delta.py) has one task a value head: step_delta.cu. The state comes through the
+ring, as do the keys and corrections of the block's earlier tokens. Half of the warps make query, key
+and value of the channels, while the others multiply the stream by the weights of the gates.
 
 16-bit weights and the cache are rows of a tensor in memory. A copy takes a box of them by a tensor
 map, which has rows of 128 bytes; where these lie in a slot, all banks of shared memory are read at
@@ -66,10 +72,12 @@ A warp of attention takes up to every eighth slot, and asks first which slot a p
 (Shared::held).
 
 Measured on an H200, 2026-11-28 and 29, the way of scripts/benchmark_step.py: us a layer, of the first
-12 (8 of Qwen3-30B-A3B in bf16, 6 of 7B, 8B and 12B, 4 of 7B in bf16, all 30 of SmolLM2-135M), int4 in
-groups of 128. One launch at 96f6ed4 or b8f8b08, of Gemma at ada2446. Both columns are of one call in
-the rows of Gemma, SmolLM2, groups of 32 and 30B at slots 200 and 32,000; launches of the others, which
-did not change, are of a call of the same hour:
+12 (8 of Qwen3-30B-A3B and of Qwen3.5-35B-A3B in bf16, 8 of Qwen3.5-4B in int4, 6 of 7B, 8B and 12B, 4 of
+7B in bf16, all 30 of SmolLM2-135M), int4 in groups of 128. One launch at 96f6ed4 or b8f8b08, of Gemma
+at ada2446, of Qwen3.5 at 54aee53 or a commit before it. Both columns are of one call in the rows of
+Gemma, SmolLM2, Qwen3.5 but for the first three, groups of 32, and 30B at slots 200 and 32,000;
+launches of the others, which did not change, are of a call of the same hour. At a94d5d7
+Qwen3-30B-A3B in int4 took 20.0 at slot 200 and 22.2 at 2,000:
 
                           slot    launches    one launch
     Qwen3-30B-A3B, int4    200        28.0    20.2
@@ -78,6 +86,12 @@ did not change, are of a call of the same hour:
                         32,000        49.3    38.9
     Qwen3-30B-A3B, bf16    200        47.1    38.8
     Qwen3-30B-A3B, int8    200        32.3    28.0    an earlier state
+    Qwen3.5-35B-A3B, int4  200        33.5    22.8    launches in an earlier call
+                           220                23.3
+                         2,000        36.1    23.6
+    Qwen3.5-35B-A3B, bf16  200        55.3    45.6
+    Qwen3.5-4B, int4       200        31.8    29.3
+    Qwen3.5-4B, bf16       200        70.5    71.5
     gpt-oss-20b, MXFP4     200        47.2    50.2    an earlier state
     SmolLM2-135M, bf16     200        12.2    10.3
     Llama-3.2-1B, bf16     200        39.6    35.8
@@ -105,6 +119,11 @@ warp of several programs, in us: Qkv 2.2; attention, in eight programs, 3.7, of 
 input, 1.5 for 16 slots of the cache a warp and 0.8 to join the warps; Wo 2.6; the router's sums
 1.0, and to wait for all of them and rank 2.4; Up and Down 4.5 each. What was learned on the way:
 
+- Of the 22.8 us of Qwen3.5-35B-A3B 2.8 go if a mixer does nothing but to pass words on. It took 4.0
+  when half of the warps waited while others made gates, and one warp added corrections to what the
+  state gives; 0.3 us more with 28 tokens in the block than with 8. The first choice of 256 experts
+  counted for each how many of all come before it, and a lane loaded its experts' weights one after
+  the other: 3.4 us more.
 - Fewer bytes on their way make words faster: 7B in int4 took 37.4 us with four slots on their way
   to each program, 33.8 with two, 32.9 with one while it waits for words and three while it
   multiplies.
@@ -259,7 +278,8 @@ def operations(layer: nn.Module) -> list[Operation] | str:
         n = how.n + (how.shared > 0)
         if how.correction is not None or how.norm is not None:
             return "a router that is no softmax of its logits"
-        if how.expert_scale is not None or n > 32 or max(how.weight.shape) > 16_000:
+        of_others = how.bias is not None and how.shared  # its logit has no bias
+        if how.expert_scale is not None or of_others or n > 32 or max(how.weight.shape) > 16_000:
             return "a router of another kind"
         router = Operation("RouterOp", Plain(how.weight), norms[1], bias=how.bias)
         found += [
@@ -394,12 +414,20 @@ def of_attention(fused: nn.Module) -> dict:
 
 def unsaid_of_recurrent(fused: nn.Module) -> str | None:
     """unsaid() of a delta.FusedDelta."""
-    mixer = fused.mixer
-    delta, weight = mixer.delta, mixer.w_gates.weight
-    if delta.value_dim != 128 or delta.key_dim % 128 or delta.key_dim > 256:
+    mixer, cache = fused.mixer, fused.cache
+    delta, dtype = mixer.delta, cache.inputs.dtype
+    if (delta.key_dim, delta.value_dim) != (128, 128):
         return f"a state of {delta.key_dim} x {delta.value_dim}"
-    if mixer.w_gates.bias is not None or weight.dtype.itemsize != 2 or BLOCK != 32:
-        return "gates of another kind"
+    if delta.width < 2:
+        return "a convolution over one token"
+    of_dtype = mixer.filter, mixer.w_gates.weight
+    exact = mixer.log_a, mixer.dt_bias, cache.states
+    if (
+        {tensor.dtype for tensor in of_dtype} != {dtype}
+        or {tensor.dtype for tensor in exact} != {torch.float32}
+        or mixer.norm.dtype not in (dtype, torch.float32)
+    ):
+        return "a mixer of other types"
     return None
 
 
@@ -474,7 +502,7 @@ class Step:
             tiles.append(math.ceil(of_row / self.programs))
         E, queries = attn.head_dim, attn.sizes[0] // attn.sizes[1]
         # As struct Shared has it: of a unit sums, scale, offset and squares; of a tile partial and
-        # residual; of a warp and query 64 + 4 sums, largest and total; 2,048 for the rest.
+        # residual; of a warp and query 64 + 4 sums, largest and total; 2,304 for the rest.
         rest = max(inputs) + 76 * max(units) + 64 * max(tiles) * (self.warps + 1)
         attended, mixing = self.warps * queries * 4 * 68, 0
         if self.delta is not None:
@@ -482,7 +510,7 @@ class Step:
             # Beside these the state's rows make two numbers a column of each so many warps.
             mixing = 4 * (2 * K + 3 * V + self.warps * 64 + 3 * BLOCK + self.warps * 3 + 16)
         rest += max(attended, mixing) + self.warps * queries * 8
-        rest += 2 * E * (queries + 2) + 2048 + 12 * (experts + 32)
+        rest += 2 * E * (queries + 2) + 2304 + 12 * (experts + 32)
         if self.moe:
             rest += 8 * math.ceil(experts / 32) * (self.moe.how.n + 3)
         if self.behind:

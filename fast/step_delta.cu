@@ -1,15 +1,15 @@
-// A recurrent layer's mixer, in attention's place: the gated delta rule of one token. delta.py has the
-// formulas, model.DeltaCache says what is kept of a text.
+// A recurrent layer's mixer, in attention's place: the gated delta rule of one token. delta.py has
+// the formulas, model.DeltaCache says what is kept of a text.
 
 #if MIXERS
 constexpr int KEY_DIM = Delta::KEY_DIM, VALUE_DIM = Delta::VALUE_DIM;
-// Where a token's channels lie in what In makes, and in a row of the ring of inputs: queries, keys and
-// values. Behind them In has z, and the ring the gates b and a.
+// Where a token's channels lie in what In makes, and in a row of the ring of inputs: queries, keys
+// and values. Behind them In has z, and the ring the gates b and a.
 constexpr int OF_KEYS = Delta::KEY_HEADS * KEY_DIM, OF_VALUES = Delta::VALUE_HEADS * VALUE_DIM;
 constexpr int CHANNELS = 2 * OF_KEYS + OF_VALUES, KEPT = CHANNELS + 2 * Delta::VALUE_HEADS;
 
-// A task is a value head. What it needs of the text comes through the ring of slots, before the token
-// itself is there:
+// A task is a value head. What it needs of the text comes through the ring of slots, before the
+// token itself is there:
 //
 //     STATE_SLOTS    the state before the token's block, SLOT_ROWS of [KEY_DIM, VALUE_DIM] each, fp32
 //     one            keys of the block's earlier tokens [at, KEY_DIM], fp32
@@ -18,8 +18,9 @@ constexpr int SLOT_ROWS = 16 * 1024 / 4 / VALUE_DIM, STATE_SLOTS = KEY_DIM / SLO
 constexpr int MIXER_SLOTS = STATE_SLOTS + 2;
 // Threads with the same column of the state have SPLIT_ROWS of its rows each.
 constexpr int SPLITS = WARPS * 32 / VALUE_DIM, SPLIT_ROWS = KEY_DIM / SPLITS;
-static_assert(KEY_DIM % 128 == 0 && VALUE_DIM == 128 && SPLIT_ROWS % SLOT_ROWS == 0);
+static_assert(KEY_DIM == 128 && VALUE_DIM == 128 && SPLIT_ROWS % SLOT_ROWS == 0);
 static_assert(Delta::BLOCK == 32 && Delta::BLOCK * KEY_DIM * 4 <= SLOT && STAGES >= MIXER_SLOTS);
+static_assert(Delta::TAPS > 1 && Delta::TAPS <= Delta::RING - 2 * Delta::BLOCK + 1);
 static_assert(Product<In>::UNITS == Product<Qkv>::UNITS && In::BITS == Qkv::BITS,
               "words that enter a layer have one order");
 
@@ -200,8 +201,8 @@ __device__ __forceinline__ void put_state(Program& p, const Layer& layer, const 
   }
 }
 
-// x: what enters the layer, words with x_tag or, if that is 0, a plain row. qkvz: In's words -> words
-// of `out`, of one value head.
+// A task. x: what enters the layer, words with x_tag or, if that is 0, a plain row. qkvz: In's words
+// -> words of `out`, of one value head.
 __device__ __forceinline__ void mix(Program& p, const Layer& layer, int h, const u64* x, u32 x_tag,
                                     const u64* qkvz, u64* out, u32 tag, int position, float eps) {
   p.reload_ids();
@@ -255,7 +256,8 @@ __device__ __forceinline__ void mix(Program& p, const Layer& layer, int h, const
   meet();
   {  // What state and corrections make of the key and of the query.
     const int split = thread / VALUE_DIM, first = split * SPLIT_ROWS;
-    const int end = m.block ? first + SPLIT_ROWS : first;  // 0 in the first block, whatever lies there
+    // Before the first block the state is 0, whatever lies there.
+    const int end = m.block ? first + SPLIT_ROWS : first;
     float of_key = 0, of_query = 0;
 #pragma unroll 1
     for (int begin = first; begin < end; begin += SLOT_ROWS) {

@@ -129,10 +129,10 @@ __device__ __forceinline__ int keys_before(const int* keys, int of, int n) {
 }
 
 // The experts with the largest logits, of equal ones those with the lowest numbers, and their
-// weights. A NaN among the logits makes all weights NaN. A warp has 32 experts, of which the first CHOSEN
-// are candidates, and then 32 of all candidates. A shared expert (Router.shared in experts.py) is the
-// last, and is taken behind the chosen ones. The warps but the first may read weights behind their next
-// meet().
+// weights. A NaN among the logits makes all weights NaN. A warp has 32 experts, of which the first
+// CHOSEN are candidates, and then 32 of all candidates. A shared expert (Router.shared in experts.py)
+// is the last, and is taken behind the chosen ones. The warps but the first may read weights behind
+// their next meet().
 __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, const u64* logits,
                                                float scale) {
   constexpr int X = RouterOp::N;

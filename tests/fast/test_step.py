@@ -114,6 +114,23 @@ CASES = {
         61,
         4,
     ),
+    # Several tasks of a program, and candidates of several groups of 32 experts.
+    "recurrent mixture of many": (
+        "qwen3_5_moe_text",
+        RECURRENT
+        | EXPERTS
+        | dict(
+            num_experts=64,
+            num_local_experts=64,
+            shared_expert_intermediate_size=64,
+            linear_num_value_heads=6,
+            num_attention_heads=12,
+        ),
+        "int4",
+        64,
+        61,
+        2,
+    ),
     "recurrent mixture in 16 bits": (
         "qwen3_next",
         RECURRENT | EXPERTS | dict(shared_expert_intermediate_size=64, linear_num_key_heads=2),
@@ -254,6 +271,10 @@ def test_recurrent_layers_token_by_token(tmp_path, case, device):
     model, exact, position, programs = loaded(tmp_path, case, device, slots=10)
     run = step_of_model(model, programs, tmp_path, case)
     for at in (*range(position, position + 5), 0, 1):
+        for cache in [layer.attn.cache for layer in model.layers] if at == 0 else []:
+            if hasattr(cache, "states"):
+                for part in cache.buffers():
+                    part.fill_(float("nan"))
         x = torch.randn(1, model.config.dim).to(BF16)
         expected = through_layers(exact, x, at)
         assert_close(run(x, at), expected, x, 0.02)  # model.py in bf16 is up to 0.014 away
@@ -387,6 +408,20 @@ def test_tags_begin_anew_before_they_are_too_large(tmp_path):
             "a state of 64 x 128",
         ),
         (
+            "qwen3_5_text",
+            RECURRENT | dict(linear_key_head_dim=256),
+            "int4",
+            {},
+            "a state of 256 x 128",
+        ),
+        (
+            "qwen3_5_text",
+            RECURRENT | dict(linear_conv_kernel_dim=1),
+            "int4",
+            {},
+            "a convolution over one token",
+        ),
+        (
             "qwen3_5_moe_text",
             RECURRENT | EXPERTS | dict(shared_expert_intermediate_size=64),
             "int4",
@@ -403,6 +438,14 @@ def test_which_layers_keep_their_launches(tmp_path, kind, changes, quantize, siz
     model = load_checkpoint(tmp_path, torch.device("cpu"), BF16, quantize)
     model.setup(**dict(max_seq_len=64, batch_size=1) | sizes)
     assert why_launches(use_kernels(model).decoder) == reason
+
+
+def test_a_mixer_whose_types_were_changed_keeps_its_launches(tmp_path):
+    model, *_ = loaded(tmp_path, "recurrent", "cpu")
+    decoder = use_kernels(model).decoder
+    assert why_launches(decoder) is None
+    model.to(BF16)
+    assert why_launches(decoder) == "a mixer of other types"
 
 
 def test_mxfp4_weights_keep_their_launches(tmp_path):
@@ -544,7 +587,15 @@ def test_steps_between_prompts_and_drafts(tmp_path, case):
     for forward, prompt in ((plain, plain), (decoder, fast)):
         found, at = [], 0
         # So many tokens are read, and so many of them are kept.
-        for T, kept in ((150, 150), *[(1, 1)] * 20, (5, 2), *[(1, 1)] * 70, (5, 3), (1, 1), (40, 1)):
+        for T, kept in (
+            (150, 150),
+            *[(1, 1)] * 20,
+            (5, 2),
+            *[(1, 1)] * 70,
+            (5, 3),
+            (1, 1),
+            (40, 1),
+        ):
             positions = torch.arange(at, at + T, device="cuda")[None]
             read = prompt if T > 8 else forward
             found.append(read(tokens[:, at : at + T].cuda(), positions)[0, :kept])
