@@ -129,25 +129,25 @@ struct Producer {
       const Task task(n, splits, position);
 #pragma unroll 1
       for (int row = task.begin; row < task.end; row += CACHE_ROWS) {
-        const int at = begin(KEY_BYTES + splits.parts * VALUE_BYTES), part = p.lane - 1;
+        const int at = begin(KEY_BYTES + splits.slices * VALUE_BYTES), slice = p.lane - 1;
         u64* full = &p.s->full[at % STAGES];
         if (p.lane == 0)
           copy_box(p.slot(at), layer.at<void>(K_MAP), row, task.kv, 0, full);
-        else if (part < splits.parts)
-          copy_box(p.slot(at) + KEY_BYTES + part * VALUE_BYTES, layer.at<void>(V_MAP), row, task.kv,
-                   task.part + part, full);
+        else if (slice < splits.slices)
+          copy_box(p.slot(at) + KEY_BYTES + slice * VALUE_BYTES, layer.at<void>(V_MAP), row, task.kv,
+                   task.slice + slice, full);
         __syncwarp();
       }
     }
   }
 
-#if MIXERS
+#if RECURRENT
   // Of a recurrent layer's tasks, what is kept of the text.
   __device__ __forceinline__ void feed_text(const Layer& layer, int position) {
     p.reload_ids();
 #pragma unroll 1
     for (int h = first_task(); h < Delta::VALUE_HEADS; h += PROGRAMS) {
-      const Mixer m(h, position);
+      const DeltaTask m(h, position);
       constexpr int BYTES = SLOT_ROWS * VALUE_DIM * 4;
       const auto state = layer.at<const unsigned char>(STATES) + 4 * m.state(m.block);
 #pragma unroll 1
@@ -157,10 +157,10 @@ struct Producer {
       }
       feed_rows(m.at, KEY_DIM * 4,
                 layer.at<const float>(KEYS) +
-                    (m.place(p.lane) * Delta::KEY_HEADS + m.key_head) * KEY_DIM);
+                    (m.row_of(p.lane) * Delta::KEY_HEADS + m.key_head) * KEY_DIM);
       feed_rows(m.at, VALUE_DIM * 4,
                 layer.at<const float>(CORRECTIONS) +
-                    (m.place(p.lane) * Delta::VALUE_HEADS + m.h) * VALUE_DIM);
+                    (m.row_of(p.lane) * Delta::VALUE_HEADS + m.h) * VALUE_DIM);
     }
   }
   // A slot of n rows of so many bytes. from: the lane's.
@@ -176,13 +176,13 @@ struct Producer {
     typedef Product<O> P;
     typedef Sizes<O> S;
     p.reload_ids();
-    const int here = share_of(S::ALL), field = which * PER_PRODUCT;
+    const int my_tiles = share_of(S::ALL), field = which * PER_PRODUCT;
     const unsigned char* codes = layer.at<const unsigned char>(field + CODES);
     const unsigned char* scales = layer.at<const unsigned char>(field + SCALES);
 #pragma unroll 1
     for (int first = 0; first < S::TILE_SLOTS; first += P::ABREAST)
 #pragma unroll 1
-      for (int t = 0; t < here; t++)
+      for (int t = 0; t < my_tiles; t++)
 #pragma unroll 1
         for (int n = first; n < min(first + P::ABREAST, S::TILE_SLOTS); n++) {
           const int mine = blockIdx.x + t * PROGRAMS;
@@ -195,11 +195,11 @@ struct Producer {
 };
 
 // x [D], positions [1] -> y [D], what leaves the last layer. layers: FIELDS numbers each. started:
-// how many programs have begun, ever; it numbers the steps. qkv, parts, attended, middle, logits,
+// how many programs have begun, ever; it numbers the steps. qkv, split_sums, attended, middle, logits,
 // gated, ends: words.
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, u64* started,
-           u64* qkv, u64* parts, u64* attended, u64* middle, u64* logits, u64* gated, u64* ends,
+           u64* qkv, u64* split_sums, u64* attended, u64* middle, u64* logits, u64* gated, u64* ends,
            float eps, float qk_eps, float scale, float route_scale, float limit, float alpha) {
   const int lane = threadIdx.x % 32;
   // The ring begins at a multiple of 1,024, by which copy_box() orders what it copies.
@@ -228,7 +228,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
     if (lane < 16) s.residual[t][lane] = n < D ? number(x[n]) : 0;
   }
 #if CHOSEN
-  for (int e = threadIdx.x; e < SUMS; e += (WARPS + 1) * 32) s.before[e] = 0;
+  for (int e = threadIdx.x; e < SUMS; e += (WARPS + 1) * 32) s.previous[e] = 0;
   for (int i = threadIdx.x; i < CANDIDATES; i += (WARPS + 1) * 32) s.candidates[i] = NO_KEY;
 #endif
   __syncthreads();
@@ -244,7 +244,8 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
   // number alone. What another product takes:
   //  1. In step_base.cu a place in the enum of products and in OPERATIONS, here a line in each of
   //     the loops, and one in map_at(). RESIDUAL says that its tiles are Wo's, whose rows of the
-  //     stream s.residual has; MEASURES, that it is Qkv.
+  //     stream s.residual has; NORM without GATED, that it is a layer's first (ENTERS and MEASURES
+  //     in step_product.cu).
   //  2. In step.py: a line in operations(), its place in fields(), and FIELDS, which the enum
   //     counts. A lane copies one field: with more than 32, both copy_word() take a loop.
   //  3. A row of words: among Step's, which stand in the order of this function's parameters, and
@@ -262,7 +263,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
       if (i + 1 < LAYERS && lane < FIELDS)
         copy_word(&s.fields[0][(i + 1) % 2][lane], layers + (i + 1) * FIELDS + lane);
       if (layer.is_recurrent()) {
-#if MIXERS
+#if RECURRENT
         producer.feed<In>(layer, QKV);
         producer.feed_text(layer, position);
 #endif
@@ -289,38 +290,40 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
   for (int i = 0; i < LAYERS; i++) {
     const Layer layer{s.fields[1][i % 2]};
     const u32 tag = first_tag + i;
-    const auto weight_behind = [&](int layer, int which) {
-      const Layer of{s.fields[1][layer & 1]};
+    const auto post_norm = [](const Layer& of, int which) {
       return of.at<const Product<Qkv>::Norm>(which * PER_PRODUCT + NORM_WEIGHT);
     };
+    // The fields of the layer before are still there; those of the next take their place below. The
+    // first layer, which has none before it, does not ask for that norm.
+    const Layer layer_before{s.fields[1][(i + 1) & 1]};
     const u64* enters = i ? ends : (const u64*)x;
     const u32 enters_tag = i ? tag - 1 : 0;
     if (layer.is_recurrent()) {
-#if MIXERS
+#if RECURRENT
       Product<In>::run<InOrder>(p, layer, QKV, enters, enters_tag, qkv, tag);
 #endif
     } else {
       Product<Qkv>::run<InOrder>(p, layer, QKV, enters, enters_tag, qkv, tag, nullptr,
-                                 weight_behind(i + 1, DOWN));
+                                 post_norm(layer_before, DOWN));
     }
-    if (!share_of(FEWEST_FIRST)) meet();
-    // All warps are behind the layer before, whose fields go.
+    if (!share_of(FEWEST_FIRST)) meet();  // as run() does where there are tiles
+    // All warps have finished the layer before, whose fields are now overwritten.
     if (i + 1 < LAYERS && p.warp == 0 && lane < FIELDS)
       copy_word(&s.fields[1][(i + 1) % 2][lane], layers + (i + 1) * FIELDS + lane);
     if (layer.is_recurrent()) {
-#if MIXERS
+#if RECURRENT
 #pragma unroll 1
       for (int h = first_task(); h < Delta::VALUE_HEADS; h += PROGRAMS)
-        mix(p, layer, h, enters, enters_tag, qkv, attended, tag, position, qk_eps);
+        apply_delta(p, layer, h, enters, enters_tag, qkv, attended, tag, position, qk_eps);
 #endif
     } else {
       const Splits splits(position, (int)(u32)layer.fields[LENGTH_AND_WINDOW]);
 #pragma unroll 1
       for (int task = first_task(); task < splits.tasks(); task += PROGRAMS) {
         if (task != first_task()) meet();  // all warps have put the task before together
-        attend(p, layer, task, splits, qkv, parts, attended, tag, position, qk_eps, scale);
+        attend(p, layer, task, splits, qkv, split_sums, attended, tag, position, qk_eps, scale);
       }
-      if (splits.n > 1) combine(p, layer, splits.n, qkv, parts, attended, tag);
+      if (splits.n > 1) combine(p, layer, splits.n, qkv, split_sums, attended, tag);
     }
     Product<Wo>::run<Product<Up>>(p, layer, WO, attended, tag, middle, tag);
 #if CHOSEN
@@ -328,14 +331,14 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
     if (CHOOSES) choose_experts(p, layer, logits, route_scale);
 #endif
     Product<Up>::run<Product<Down>>(p, layer, UP, middle, tag, gated, tag, nullptr,
-                                    weight_behind(i, WO));
+                                    post_norm(layer, WO));
     wait_for_copies();
     if (!share_of(Sizes<Down>::ALL)) meet();  // else they meet within
     Product<Down>::run<Product<Qkv>>(p, layer, DOWN, gated, tag, ends, tag,
                                      i + 1 == LAYERS ? y : nullptr);
-    if (BEHIND && i + 1 == LAYERS && blockIdx.x == 0) {
+    if (POST_NORMS && i + 1 == LAYERS && blockIdx.x == 0) {
       u32 pairs[Product<Qkv>::ROUNDS][Product<Qkv>::INPUTS / 2];
-      Product<Qkv>::add_branch(p, pairs, ends, tag, weight_behind(i, DOWN), y);
+      Product<Qkv>::add_branch(p, pairs, ends, tag, post_norm(layer, DOWN), y);
     }
   }
 }

@@ -9,7 +9,17 @@ product after the other into a ring in shared memory, before their inputs are th
 other warps wait for these, the next weights come in:
 
     producer       Qkv ....  cache ....  Wo ....  (waits)      Up .......  Down ....  Qkv ....
-    other warps    Qkv       attention   Wo       logits, top  Up          Down
+    other warps    Qkv       attention   Wo       router       Up          Down
+
+Shapes: D the model's width, H query heads and K kv heads of E elements, L positions of the cache, X
+experts. Terms:
+
+    tile    16 rows of a weight; a product's programs have its tiles by turns
+    unit    the inputs of a tile that a warp multiplies at once, two blocks of packed_gemv.py: 64 in
+            16 bits, 128 in int8, 256 in int4
+    slot    16 KB of weights or of the cache in the ring, and the scales beside them
+    task    what one program does at once of attention, or of a recurrent layer's mixer
+    word    64 bits that programs exchange, see below
 
 Of a mixture the producer waits once a layer: for the experts, whose weights it then copies. A
 router is no product of its own, as that would take one more exchange: who has rows of the stream
@@ -17,29 +27,30 @@ multiplies them by the router's weights, and adds fixed-point numbers to words t
 whose sum does not depend on the order. Each program then ranks the experts by itself: a warp those
 of 32, and then those that may be chosen.
 
-Where a norm stands behind a branch (Gemma 3), what the branch makes is added to the residual stream
+Where a norm stands after a branch (Gemma 3), what the branch makes is added to the residual stream
 by who reads it: programs with tiles of Qkv or Up have all of the stream, and norm the branch's words
 themselves.
 
 What one program computes the others read as words of 64 bits, 32 of numbers and 32 of a tag, which
 is another one in each layer and step: a word tells by itself that it is there, without a fence, a
 barrier of all programs or anything to clear. A layer later the word is written again. By then all
-that read it are done: a program writes a word only after it has read words to which each of these
-programs had added something after its reading. Step by step:
+that read it are done, as its writer has meanwhile read words which each of these wrote after its
+reading. Step by step, attended for each kind of layer:
 
-    row            who writes it                  what they have read
-    qkv            programs with tiles of Qkv     ends, all of it
-    parts          those of a head's splits       qkv, the head's
-    attended       of attention's tasks, or all   qkv, the head's, or its parts
-    or             of a mixer's tasks             ends, all of it, and qkv, the head's
-    middle, sums   programs with tiles of Wo      attended, all of it
-    gated          programs with tiles of Up      middle, all of it, and the sums
-    ends           programs with tiles of Down    gated, all of it
+    words          who writes them                    what these have read before
+    qkv            programs with tiles of Qkv         ends, all of it
+    split_sums     those with a split of a head       qkv, the head's
+    attended       those with a task of attention     qkv, the head's
+                     or, of several splits, all       split_sums, the head's, and qkv
+                   those with a task of a mixer       ends, all of it, and qkv, the head's
+    middle, logits programs with tiles of Wo          attended, all of it
+    gated          programs with tiles of Up          middle, all of it, and logits
+    ends           programs with tiles of Down        gated, all of it
 
 So a program that has not read the last layer's qkv, say, has not written its part of attended,
 without which there is no middle, and so on to the next qkv. A new kind of word must be on this
-chain, and a program that reads words must write some: who has no tiles reads none. The sums of
-logits are added to, not written: a layer's are what they grow by.
+chain, and a program may read words of a layer only if it writes some of that layer later. Those of
+logits are sums, which are added to: a layer's are what they grow by.
 
 Nothing hangs: the launch is cooperative, so that all programs run; each wait is for something
 earlier in an order that is the same in all of them; and the ring has more slots than warps hold
@@ -51,80 +62,80 @@ a unit. Where a row is longer than a slot, each squad takes one of its slots thr
 then another, so that a warp's part of x stays in its registers. Where it is not, the squads have
 tiles of their own.
 
-Attention: a program has a kv head and 64 columns of its values. Of a text of more than 256 slots it
-has some of the slots and, where E is not 64, 128 columns: it reads all of each key, which would
-otherwise be read twice. Keys and values come through the ring, too, 4,096 / E slots of the cache a
-slot of it, before the query is there: a warp's own loads, asked for as early, would hold up the
-words that it asks for behind them. Where several programs share a head's slots, their sums, largest
-scores and totals are words, which all programs put together, each 32 elements of a head.
+Attention: a program has a kv head and 64 columns of its values. Of a text of more than 256
+positions it has some of them, a split, and, where E is not 64, 128 columns: it reads all of each
+key, which otherwise more programs would. Keys and values come through the ring, too, 4,096 / E
+positions a slot, before the query is there: a warp's own loads, asked for as early, would hold up
+the words that it asks for after them. Where several programs share a head's positions, their sums,
+largest scores and totals are words, which all programs put together, each 32 elements of a head.
 
-A recurrent layer (delta.py) has one task a value head: step_delta.cu. The state comes through the
-ring, as do the keys and corrections of the block's earlier tokens. Half of the warps make query, key
-and value of the channels, while the others multiply the stream by the weights of the gates.
+A recurrent layer has a mixer in attention's place, the gated delta rule (delta.py), with a task for
+each value head: step_delta.cu. The state comes through the ring, as do the keys and corrections of
+the block's earlier tokens. Half of the warps make query, key and value of the channels, while the
+others multiply the stream by the weights of the gates.
 
 16-bit weights and the cache are rows of a tensor in memory. A copy takes a box of them by a tensor
 map, which has rows of 128 bytes; where these lie in a slot, all banks of shared memory are read at
 once (part_of() in step_base.cu).
 
-A barrier's parity tells one use of a place in the ring from the next, not from the one behind that.
+A barrier's parity tells one use of a place in the ring from the next, not from the one after that.
 A squad takes every slot or every second, and the ring is long enough for that (STAGES in step_base.cu).
 A warp of attention takes up to every eighth slot, and asks first which slot a place has
 (Shared::held).
 
-Measured on an H200, 2026-11-28 and 29, the way of scripts/benchmark_step.py: us a layer, of the first
-12 (8 of Qwen3-30B-A3B and of Qwen3.5-35B-A3B in bf16, 8 of Qwen3.5-4B in int4, 6 of 7B, 8B and 12B, 4 of
-7B in bf16, all 30 of SmolLM2-135M), int4 in groups of 128. One launch at 96f6ed4 or b8f8b08, of Gemma
-at ada2446, of Qwen3.5 at 54aee53 or a commit before it. Both columns are of one call in the rows of
-Gemma, SmolLM2, Qwen3.5 but for the first three, groups of 32, and 30B at slots 200 and 32,000;
-launches of the others, which did not change, are of a call of the same hour. At a94d5d7
-Qwen3-30B-A3B in int4 took 20.0 at slot 200 and 22.2 at 2,000:
+Measured on an H200, 2026-11-28 and 29, the way of scripts/benchmark_step.py: us a layer, of the
+first 12 (8 of Qwen3-30B-A3B and Qwen3.5-35B-A3B in bf16 and of Qwen3.5-4B, 6 of 7B, 8B and 12B, 4 of
+7B in bf16, all 30 of SmolLM2-135M), int4 in groups of 128, with so many tokens in the cache. b: at
+96f6ed4 or b8f8b08. =: both columns are of one call; else launches, which did not change, are of
+another one:
 
-                          slot    launches    one launch
-    Qwen3-30B-A3B, int4    200        28.0    20.2
-                         2,000        32.3    22.7
-                         8,000        39.0    24.8
-                        32,000        49.3    38.9
-    Qwen3-30B-A3B, bf16    200        47.1    38.8
-    Qwen3-30B-A3B, int8    200        32.3    28.0    an earlier state
-    Qwen3.5-35B-A3B, int4  200        33.5    22.8    launches in an earlier call
-                           220                23.3
-                         2,000        36.1    23.6
-    Qwen3.5-35B-A3B, bf16  200        55.3    45.6
-    Qwen3.5-4B, int4       200        31.8    29.3
-    Qwen3.5-4B, bf16       200        70.5    71.5
-    gpt-oss-20b, MXFP4     200        47.2    50.2    an earlier state
-    SmolLM2-135M, bf16     200        12.2    10.3
-    Llama-3.2-1B, bf16     200        39.6    35.8
-                         8,000        43.9    40.4    an earlier state
-    Gemma-3-4B, int4       200        34.8    31.3
-                         2,000        34.4    33.1
-                         8,000        33.5    34.4
-    Gemma-3-12B, int4      200        49.2    44.6
-                         8,000        49.2    50.3
-    Llama-2-7B, int4       200        39.0    32.8
-                         2,000        45.1    41.0
-                         8,000        67.3    65.3
-         in groups of 32   200        40.7    39.0
-    Llama-3.1-8B, int4   8,000        47.3    45.0
-                        32,000        69.9    69.6
-    Llama-2-7B, int8       200        54.1    56.2
-    Llama-2-7B, bf16       200       103.5   107.4
+                        tokens    launches    one launch
+    Qwen3-30B-A3B, int4    200        28.0    20.0    a94d5d7
+                         2,000        32.3    22.3    a94d5d7
+                         8,000        39.0    24.8    b
+                        32,000        49.3    38.9    b, =
+    Qwen3-30B-A3B, bf16    200        47.1    38.4    f2267be
+    Qwen3-30B-A3B, int8    200        32.3    28.0    before b
+    Qwen3.5-35B-A3B, int4  200        33.5    22.8    a94d5d7
+                         2,000        36.1    23.7    a94d5d7
+    Qwen3.5-35B-A3B, bf16  200        55.3    45.6    before a94d5d7, =
+    Qwen3.5-4B, int4       200        31.8    29.3    before a94d5d7, =
+    Qwen3.5-4B, bf16       200        70.5    71.5    before a94d5d7, =
+    gpt-oss-20b, MXFP4     200        47.2    50.2    before b
+    SmolLM2-135M, bf16     200        12.2    10.3    b, =
+    Llama-3.2-1B, bf16     200        39.6    35.8    b
+                         8,000        43.9    40.4    before b
+    Gemma-3-4B, int4       200        34.8    31.3    ada2446, =
+                         2,000        34.4    33.1    ada2446, =
+                         8,000        33.5    34.4    ada2446, =
+    Gemma-3-12B, int4      200        49.2    44.6    ada2446, =
+                         8,000        49.2    50.3    ada2446, =
+    Llama-2-7B, int4       200        39.0    32.8    b
+                         2,000        45.1    41.0    b
+                         8,000        67.3    65.3    b
+         in groups of 32   200        40.7    39.0    b, =
+    Llama-3.1-8B, int4   8,000        47.3    45.0    b
+                        32,000        69.9    69.6    b
+    Llama-2-7B, int8       200        54.1    56.2    b
+    Llama-2-7B, bf16       200       103.5   107.4    b
 
 A mixture's products are small, and gain most. Of a dense model small layers gain, and large ones,
 whose bytes take far longer than the gaps between launches, lose: why_slower() lets through what was
-measured. Mixtral's experts are too wide: their inputs leave no room for a ring (stages()).
+measured, and gained at least in short texts. Mixtral's experts are too wide: their inputs leave no
+room for a ring (stages()).
 
-Where the time of a layer of Qwen3-30B-A3B in int4 went when it took 21.4 us, by time stamps of a
-warp of several programs, in us: Qkv 2.2; attention, in eight programs, 3.7, of which 1.1 for its
-input, 1.5 for 16 slots of the cache a warp and 0.8 to join the warps; Wo 2.6; the router's sums
-1.0, and to wait for all of them and rank 2.4; Up and Down 4.5 each. What was learned on the way:
+Where the time of a layer of Qwen3-30B-A3B in int4 went in an earlier version of 21.4 us, by time
+stamps of a warp of several programs, in us: Qkv 2.2; attention, in eight programs, 3.7, of which 1.1
+for its input, 1.5 for 16 positions of the cache a warp and 0.8 to join the warps; Wo 2.6; the router's
+sums 1.0, and to wait for all of them and rank 2.4; Up and Down 4.5 each. What was learned on the way:
 
-- Of the 22.8 us of Qwen3.5-35B-A3B 2.8 go if a mixer does nothing but to pass words on. It took 4.0
-  when half of the warps waited while others made gates, and one warp added corrections to what the
-  state gives; 0.3 us more with 28 tokens in the block than with 8. The first choice of 256 experts
-  counted for each how many of all come before it, and a lane loaded its experts' weights one after
-  the other: 3.4 us more.
-- Fewer bytes on their way make words faster: 7B in int4 took 37.4 us with four slots on their way
+- Of the 22.8 us of Qwen3.5-35B-A3B, of which three layers in four have a mixer, 2.8 are what the mixers
+  compute: so much goes if they pass on words alone. They took 4.0 when half of the warps waited while
+  the others made the gates, and one warp added the corrections. With 28 earlier tokens in the block,
+  at 220 tokens, a layer takes 0.5 us more than with 8, at 200.
+- The choice of 8 of 256 experts took 3.4 us more when it counted for each how many of all 256 come
+  before it, and a lane loaded the router's rows one after the other.
+- Fewer copies in flight make words arrive sooner: 7B in int4 took 37.4 us with four slots on their way
   to each program, 33.8 with two, 32.9 with one while it waits for words and three while it
   multiplies.
 - A layer's instructions are 100 KB, and come anew in each layer. An H200's multiprocessor runs a
@@ -139,8 +150,6 @@ input, 1.5 for 16 slots of the cache a warp and 0.8 to join the warps; Wo 2.6; t
 The step is compiled by NVRTC for one model: source() writes its products' sizes and formats as
 structs in front of step.cu, and addresses, which differ from layer to layer, are FIELDS numbers in
 memory, one a lane, which a warp loads a layer ahead. Weights and caches must stay where they are.
-
-Shapes: D the model's width, H query heads and K kv heads of E elements, L slots, X experts.
 """
 
 import ctypes
@@ -176,13 +185,13 @@ PER_PRODUCT = 4
 
 
 class Operation(NamedTuple):
-    """A product of a layer: the weight [N, K], and what stands around it. behind: the weight of a
-    norm of what comes out, before it is added to the residual stream."""
+    """A product of a layer: the weight [N, K], K inputs, and what stands around it. post_norm: the
+    weight of a norm of what comes out, before it is added to the residual stream."""
 
     name: str
     w: Packed | Plain
     norm: Tensor | None = None
-    behind: Tensor | None = None
+    post_norm: Tensor | None = None
     bias: Tensor | None = None
     residual: bool = False
     experts: int = 0  # how many a row takes
@@ -207,14 +216,14 @@ class Operation(NamedTuple):
                 NORM=self.norm is not None,
                 FLOAT_NORM=self.norm is not None and self.norm.dtype == torch.float32,
                 BIAS=self.bias is not None,
-                RESIDUAL=self.residual and self.behind is None,
+                RESIDUAL=self.residual and self.post_norm is None,
             ).items()
         )
 
     def struct(self) -> str:
         return struct(self.name, self.constants())
 
-    def unsaid(self) -> str | None:
+    def unsupported(self) -> str | None:
         """Why step.cu has no such product."""
         w = self.w
         scales = w.scales_and_zeros
@@ -222,7 +231,7 @@ class Operation(NamedTuple):
             return f"{w.kind} weights"
         if w.perm is not None:
             return "act-order"
-        if self.behind is not None and self.experts:
+        if self.post_norm is not None and self.experts:
             return "a norm behind a mixture"
         if self.name == "RouterOp":
             return None if w.K % 8 == 0 else f"a router of {w.K} inputs"
@@ -260,10 +269,10 @@ def operations(layer: nn.Module) -> list[Operation] | str:
     if feed_forward.layer_scale is not None or layer.block.ple is not None:
         return "a layer's own scale or embedding"
     norms = [half.norm.weight for half in halves]
-    behind = [getattr(half.post_norm, "weight", None) for half in halves]
-    if len({None if weight is None else weight.dtype for weight in behind}) > 1:
+    post_norms = [getattr(half.post_norm, "weight", None) for half in halves]
+    if len({None if weight is None else weight.dtype for weight in post_norms}) > 1:
         return "a norm behind one branch alone"
-    if behind[0] is not None and behind[0].dtype != norms[0].dtype:
+    if post_norms[0] is not None and post_norms[0].dtype != norms[0].dtype:
         return "norms of two types"
     if attention.recurrent:
         mixer = attention.attn.mixer
@@ -298,10 +307,10 @@ def operations(layer: nn.Module) -> list[Operation] | str:
     (qkv, of_qkv), (wo, of_wo), (up, of_up), (down, of_down) = found
     return [
         Operation("In" if attention.recurrent else "Qkv", qkv, norms[0], bias=of_qkv),
-        Operation("Wo", wo, None, behind[0], of_wo, residual=True),
+        Operation("Wo", wo, None, post_norms[0], of_wo, residual=True),
         *([router] if router else []),
         Operation("Up", up, norms[1], bias=of_up, experts=n),
-        Operation("Down", down, None, behind[1], of_down, residual=True, experts=n),
+        Operation("Down", down, None, post_norms[1], of_down, residual=True, experts=n),
     ]
 
 
@@ -311,7 +320,7 @@ def bytes_of(w: Packed | Plain) -> int:
 
 def why_launches(decoder: nn.Module) -> str | None:
     """Why the layers of a decoder.FusedDecoder take launches of their own; None: they need not."""
-    return unsaid(decoder) or why_slower(decoder)
+    return unsupported(decoder) or why_slower(decoder)
 
 
 def why_slower(decoder: nn.Module) -> str | None:
@@ -329,27 +338,31 @@ def why_slower(decoder: nn.Module) -> str | None:
     return None
 
 
-def unsaid(decoder: nn.Module) -> str | None:
+def unsupported(decoder: nn.Module) -> str | None:
     """What step.cu has no operation for."""
     model = decoder.model
     if model.embed.weight.dtype not in (torch.bfloat16, torch.float16):
         return f"numbers of {8 * model.embed.weight.dtype.itemsize} bits"
-    said = {}
+    seen = {}
 
     def differs(**values) -> bool:
         """Whether another layer has said something else of the same."""
-        return any(said.setdefault(name, value) != value for name, value in values.items())
+        return any(seen.setdefault(name, value) != value for name, value in values.items())
 
     for layer in decoder.layers:
         found = operations(layer)
         if isinstance(found, str):
             return found
         for operation in found:
-            if reason := operation.unsaid():
+            if reason := operation.unsupported():
                 return reason
         recurrent, part = layer.attention.recurrent, layer.feed_forward
         mixer = layer.attention.attn
-        if reason := unsaid_of_recurrent(mixer) if recurrent else unsaid_of_attention(mixer):
+        if (
+            reason := unsupported_of_recurrent(mixer)
+            if recurrent
+            else unsupported_of_attention(mixer)
+        ):
             return reason
         moe = part.ffn if part.experts else None
         if (
@@ -358,18 +371,18 @@ def unsaid(decoder: nn.Module) -> str | None:
             or differs(
                 eps=layer.attention.before["eps"],
                 experts=moe and (moe.how[2:6], moe.moe.moe.clamp),
-                behind=[operation.behind is None for operation in found],
+                post_norms=[operation.post_norm is None for operation in found],
             )
             or differs(eps=part.before["eps"])
         ):
             return "layers that differ"
-    if "Qkv" not in said:
+    if "Qkv" not in seen:
         return "no attention"
-    if "In" in said:
-        if not all(said["behind"]):
+    if "In" in seen:
+        if not all(seen["post_norms"]):
             return "norms behind branches, and recurrent layers"
         # What leaves a layer is in the order in which the next one's first product reads it.
-        first = [dict(said[name]) for name in ("In", "Qkv")]
+        first = [dict(seen[name]) for name in ("In", "Qkv")]
         if differs_in(*first, "BITS", "E2M1", "K", "NORM", "FLOAT_NORM"):
             return "layers whose first products differ"
     return "hidden states that a draft reads" if model.places else None
@@ -379,8 +392,8 @@ def differs_in(a: dict, b: dict, *names: str) -> bool:
     return any(a[name] != b[name] for name in names)
 
 
-def unsaid_of_attention(fused: nn.Module) -> str | None:
-    """unsaid() of a decoder.FusedAttention."""
+def unsupported_of_attention(fused: nn.Module) -> str | None:
+    """unsupported() of a decoder.FusedAttention."""
     attn, rope, cache = fused.attn, fused.attn.rope, fused.cache
     turned = 2 * len(rope.frequencies)
     if fused.norm_values or len(attn.sizes) != 3 or rope.q_growth:
@@ -412,8 +425,8 @@ def of_attention(fused: nn.Module) -> dict:
     ) | (dict(turned=turned) if turned else {})
 
 
-def unsaid_of_recurrent(fused: nn.Module) -> str | None:
-    """unsaid() of a delta.FusedDelta."""
+def unsupported_of_recurrent(fused: nn.Module) -> str | None:
+    """unsupported() of a delta.FusedDelta."""
     mixer, cache = fused.mixer, fused.cache
     delta, dtype = mixer.delta, cache.inputs.dtype
     if (delta.key_dim, delta.value_dim) != (128, 128):
@@ -438,7 +451,7 @@ def of_recurrent(fused: nn.Module) -> dict:
 
 
 class Step:
-    """Of a FusedDecoder for which unsaid() is None: its layers' weights, and what its programs
+    """Of a FusedDecoder for which unsupported() is None: its layers' weights, and what its programs
     share. `programs` of them run at once, each with `memory` bytes of shared memory."""
 
     def __init__(self, decoder: nn.Module, programs: int, memory: int, warps: int = WARPS):
@@ -454,7 +467,7 @@ class Step:
         self.delta = next((half.attn.mixer for half in halves if half.recurrent), None)
         self.turned = max(2 * len(half.attn.attn.rope.frequencies) for half in halves if half.fused)
         self.eps = first.attention.before["eps"]
-        self.behind = any(operation.behind is not None for operation in self.operations)
+        self.post_norms = any(operation.post_norm is not None for operation in self.operations)
         attn = self.fused.attn
         of = {operation.name: operation.w for operation in self.operations}
         E, H = attn.head_dim, attn.sizes[0] // attn.head_dim
@@ -466,7 +479,7 @@ class Step:
 
         words = dict(
             qkv=max(of[name].N for name in ("Qkv", "In") if name in of) // 2,
-            parts=H * LARGEST_SPLITS * (E + 2),
+            split_sums=H * LARGEST_SPLITS * (E + 2),
             attended=inputs(of["Wo"]),
             middle=inputs(of["Up"]),
             logits=2 * COPIES * (len(self.moe.how.weight) + 1) if self.moe else 1,
@@ -513,7 +526,7 @@ class Step:
         rest += 2 * E * (queries + 2) + 2304 + 12 * (experts + 32)
         if self.moe:
             rest += 8 * math.ceil(experts / 32) * (self.moe.how.n + 3)
-        if self.behind:
+        if self.post_norms:
             rest += 2 * self.weight.shape[1] + 4 * max(units)
         return (self.memory - rest) // (math.ceil(max(slots) / 1024) * 1024)
 
@@ -553,7 +566,7 @@ class Step:
         for operation, of_boxes in zip(operations(layer), maps):
             w = operation.w
             codes = of_boxes if w.bits == 16 and operation.name != "RouterOp" else w.qweight
-            norm = operation.behind if operation.norm is None else operation.norm
+            norm = operation.post_norm if operation.norm is None else operation.norm
             tensors = codes, w.scales_and_zeros, norm, operation.bias
             at = PER_PRODUCT * places[operation.name]
             found[at : at + 4] = map(address, tensors)
@@ -592,10 +605,10 @@ class Step:
             QK_NORM=norm is not None,
             FLOAT_QK_NORM=norm is not None and norm.dtype == torch.float32,
             SINKS=attn.sinks is not None,
-            BEHIND=self.behind,
+            POST_NORMS=self.post_norms,
             CHOSEN=self.moe.how.n if self.moe else 0,
             SHARED=self.moe.how.shared if self.moe else 0,
-            MIXERS=self.delta is not None,
+            RECURRENT=self.delta is not None,
             NORMALIZE=self.moe.how.normalize if self.moe else 0,
             WARPS=self.warps,
             PROGRAMS=self.programs,

@@ -3,40 +3,40 @@
 // The last programs have fewer of the products' tiles, and so the first tasks.
 __device__ __forceinline__ int first_task() { return PROGRAMS - 1 - (int)blockIdx.x; }
 
-// Attention's tasks: each is a kv head, some parts of its values, and one of n splits of the cache's
-// slots that a token at `position` sees. A text of up to PASS slots has one split, and a task one
-// part. Of a longer one a task has WIDE parts, as it reads all of a key, and a split has up to
-// PASS / WIDE slots, or more where there are no more programs or LARGEST_SPLITS.
+// Attention's tasks: each is a kv head, one or two slices of its values' columns, and one of n splits
+// of the cache's positions that a token at `position` sees. A text of up to PASS positions has one
+// split, and a task one slice. Of a longer one a task has WIDE slices, as it reads all of a key, and a
+// split has up to PASS / WIDE positions, or more where there are no more programs or LARGEST_SPLITS.
 struct Splits {
-  int first, end, chunk, n, parts;
+  int first, end, chunk, n, slices;
   __device__ __forceinline__ Splits(int position, int window) {
     end = position + 1;
     first = window && end > window ? end - window : 0;
     const int seen = end - first;
-    n = parts = 1;
+    n = slices = 1;
     chunk = (seen + 15) / 16 * 16;
     if (chunk <= PASS) return;
-    parts = WIDE;
-    const int programs = max(1, PROGRAMS / (KV_HEADS * COLUMN_PARTS / WIDE));
+    slices = WIDE;
+    const int programs = max(1, PROGRAMS / (KV_HEADS * COLUMN_SLICES / WIDE));
     n = min(min(LARGEST_SPLITS, programs), (seen + PASS / WIDE - 1) / (PASS / WIDE));
     chunk = ((seen + n - 1) / n + 15) / 16 * 16;
     n = (seen + chunk - 1) / chunk;
   }
-  // Of things that come once for each part of a task, which part the i-th is for, and how many came
-  // before for the same one.
-  __device__ __forceinline__ int which_part(int i) const { return i & parts - 1; }
-  __device__ __forceinline__ int nth_of_part(int i) const { return i >> parts - 1; }
+  // Of things that come once for each slice of a task, in turns: which slice the i-th is for, and how
+  // many of the first i are for one slice. There are one or two slices.
+  __device__ __forceinline__ int slice_of(int i) const { return i & slices - 1; }
+  __device__ __forceinline__ int per_slice(int i) const { return i >> slices - 1; }
   __device__ __forceinline__ int tasks() const {
-    return KV_HEADS * nth_of_part(COLUMN_PARTS) * n;
+    return KV_HEADS * per_slice(COLUMN_SLICES) * n;
   }
 };
 struct Task {
-  int part, kv, split, begin, end;  // of the slots in the cache, without the new token's
+  int slice, kv, split, begin, end;  // slice: the first; begin, end: of the positions in the cache
   bool has_new;
   __device__ __forceinline__ Task(int nth, const Splits& of, int position) {
     const int whole = of.n > 1 ? nth / of.n : nth;
     split = nth - whole * of.n;
-    part = whole / KV_HEADS * of.parts;  // the first
+    slice = whole / KV_HEADS * of.slices;
     kv = whole % KV_HEADS;
     has_new = split + 1 == of.n;
     begin = of.first + split * of.chunk;
@@ -115,14 +115,14 @@ __device__ __forceinline__ void put_head(u16* to, const float (&x)[LANE_ELEMENTS
     ((u32*)to)[(lane * LANE_ELEMENTS + i) / 2] = pair_of(x[i], x[i + 1]);
 }
 
-// Attention of a kv head's queries over one split: words of `out`, or, of several splits, `parts`:
-// [HEADS, LARGEST_SPLITS, HEAD_DIM + 2] of fp32 sums, largest score and total. Each warp has every
-// WARPS-th 16 slots and one part of the values, or, where a task has two, every second warp has one
-// part, and all of these each 16 slots. As in arXiv 2307.08691 each has its own largest score; in the
-// end they are joined.
+// Attention of a kv head's queries over one split: words of `out`, or, of several splits,
+// `split_sums`: [HEADS, LARGEST_SPLITS, HEAD_DIM + 2] of fp32 sums, largest score and total. Each warp
+// has every WARPS-th 16 positions and one slice of the values or, where a task has two, every second
+// warp has one slice, and these share the positions. As in arXiv 2307.08691 each has its own largest
+// score; in the end they are joined.
 __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, const Splits& of,
-                                       const u64* qkv, u64* parts, u64* out, u32 tag, int position,
-                                       float eps, float scale) {
+                                       const u64* qkv, u64* split_sums, u64* out, u32 tag,
+                                       int position, float eps, float scale) {
   p.reload_ids();
   Shared& s = *p.s;
   const int lane = p.lane, warp = p.warp, g = lane >> 2, t = lane & 3;
@@ -140,7 +140,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
     await_head(x, qkv, head, tag, lane);
     if (is_query || is_key) turn(x, eps, lane);
     put_head(is_query ? s.q[i] : is_key ? s.k : s.v, x, lane);
-    if (!is_query && task.part == 0) {
+    if (!is_query && task.slice == 0) {
       const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32);  // slots of the cache
       put_head(layer.at<u16>(is_key ? K_CACHE : V_CACHE) +
                    ((long long)kv * length + position) * HEAD_DIM,
@@ -152,10 +152,10 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
 
   // The new token's slot is read from shared memory, as 16 slots of which 15 are masked.
   const int cached = (task.end - task.begin + 15) / 16, all_tiles = cached + task.has_new;
-  const int nth_part = of.which_part(warp), first_tile = of.nth_of_part(warp);
+  const int nth_slice = of.slice_of(warp), first_tile = of.per_slice(warp);
   float largest[2] = {-1e30f, -1e30f}, total[2] = {0, 0}, acc[4][4] = {};  // of queries 2 t + j
 #pragma unroll 1
-  for (int tile = first_tile; tile < all_tiles; tile += of.nth_of_part(WARPS)) {
+  for (int tile = first_tile; tile < all_tiles; tile += of.per_slice(WARPS)) {
     const int last = tile == cached ? 0 : task.end - task.begin - tile * 16 - 1;  // that is seen
     const bool is_new = tile == cached;
     const int at = p.next_slot + tile / SLOT_TILES;
@@ -185,8 +185,8 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
     }
     // Columns 8 g to 8 g + 7 of the values of rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
     const unsigned char* values =
-        is_new ? (const unsigned char*)(s.v + (task.part + nth_part) * COLUMNS)
-               : box + KEY_BYTES + nth_part * VALUE_BYTES;
+        is_new ? (const unsigned char*)(s.v + (task.slice + nth_slice) * COLUMNS)
+               : box + KEY_BYTES + nth_slice * VALUE_BYTES;
     uint4 value[4];
 #pragma unroll
     for (int j = 0; j < 4; j++)
@@ -195,7 +195,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
       __syncwarp();
       // A slot has SLOT_TILES tiles, and wants SQUAD_WARPS arrivals. The warps of the text's last
       // tile arrive for those, too, that the text does not have.
-      const int arrivals = of.nth_of_part(SQUAD_WARPS / SLOT_TILES);
+      const int arrivals = of.per_slice(SQUAD_WARPS / SLOT_TILES);
       const int more = tile + 1 == cached ? SLOT_TILES - 1 - tile % SLOT_TILES : 0;
       if (lane == 0) arrive_for(&s.empty[at % STAGES], arrivals * (1 + more));
     }
@@ -262,27 +262,27 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
   p.next_slot += (cached + SLOT_TILES - 1) / SLOT_TILES;
   if (warp == 0) s.streaming = 0;
   const u16* sinks = SINKS ? layer.at<const u16>(SINK) : nullptr;
-  const int busy = min(WARPS, all_tiles * of.parts);  // warps
+  const int busy = min(WARPS, all_tiles * of.slices);  // warps
   // A warp has 32 columns of a head: lane 8 a + b columns 4 b to 4 b + 3 of every fourth warp's
   // sums.
 #pragma unroll 1
-  for (int i = warp; i < QUERIES * of.parts * (COLUMNS / 32); i += WARPS) {
+  for (int i = warp; i < QUERIES * of.slices * (COLUMNS / 32); i += WARPS) {
     const int first = i % (COLUMNS / 32) * 32, of_head = i / (COLUMNS / 32);
-    const int h = of.nth_of_part(of_head), head = kv * QUERIES + h;
-    const int nth = of.which_part(of_head), part = task.part + nth;
+    const int h = of.per_slice(of_head), head = kv * QUERIES + h;
+    const int nth_slice = of.slice_of(of_head), slice = task.slice + nth_slice;
     const int quarter = lane >> 3, column = first + (lane & 7) * 4;
-    // Lane j has what the j-th warp with this part found.
-    const int of_lane = lane % WARPS * of.parts + nth;
-    const float here = of_lane < busy ? s.largest[h][of_lane] : -1e30f;
+    // Lane j has what the j-th warp with this slice found.
+    const int of_lane = lane % WARPS * of.slices + nth_slice;
+    const float of_warp = of_lane < busy ? s.largest[h][of_lane] : -1e30f;
     const float sink = SINKS && of.n == 1 ? number(sinks[head]) * LOG2_E : -1e30f;
-    const float most = fmaxf(all_lanes<WARPS>(here, larger), sink);
-    const float share = of_lane < busy ? exp2f(here - most) : 0;
+    const float most = fmaxf(all_lanes<WARPS>(of_warp, larger), sink);
+    const float share = of_lane < busy ? exp2f(of_warp - most) : 0;
     float all = all_lanes<WARPS>(of_lane < busy ? share * s.total[h][of_lane] : 0.0f, add);
     if (SINKS && of.n == 1) all += exp2f(sink - most);
     float y[4] = {};
 #pragma unroll
     for (int from = 0; from < WARPS; from += 4) {
-      const int j = from + quarter, w = j * of.parts + nth;
+      const int j = from + quarter, w = j * of.slices + nth_slice;
       const float weight = __shfl_sync(~0u, share, j);
       if (w < busy) {
         const float4 sums = *(const float4*)&s.attended[w][h][column];
@@ -300,25 +300,25 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
     if (of.n == 1) {
       const float one = __fdividef(1, all);
       float low = (quarter ? y[2] : y[0]) * one, high = (quarter ? y[3] : y[1]) * one;
-      const int e = part * COLUMNS + column + 2 * quarter;
+      const int e = slice * COLUMNS + column + 2 * quarter;
       gate_pair(low, high, qkv, head, e, quarter < 2, tag);
       if (quarter < 2)
         poke(out + Product<Wo>::word(0, head * HEAD_DIM + e), word_of(pair_of(low, high), tag));
     } else {
-      u64* to = parts + (head * LARGEST_SPLITS + task.split) * (HEAD_DIM + 2);
+      u64* to = split_sums + (head * LARGEST_SPLITS + task.split) * (HEAD_DIM + 2);
       const float mine = quarter < 2 ? (quarter ? y[1] : y[0]) : quarter == 2 ? y[2] : y[3];
-      poke(to + part * COLUMNS + column + quarter, word_of(__float_as_uint(mine), tag));
-      // All parts of a head have the same scores, and so the same totals.
-      if (part == 0 && first == 0 && lane < 2)
+      poke(to + slice * COLUMNS + column + quarter, word_of(__float_as_uint(mine), tag));
+      // All slices of a head have the same scores, and so the same totals.
+      if (slice == 0 && first == 0 && lane < 2)
         poke(to + HEAD_DIM + lane, word_of(__float_as_uint(lane ? all : most), tag));
     }
   }
 }
 
-// Several splits' parts -> words of `out`. A program has 32 elements of a head; a warp of it has every
+// Several splits' sums -> words of `out`. A program has 32 elements of a head; a warp of it has every
 // WARPS-th split, and the first warp joins what the others have.
 __device__ __forceinline__ void combine(Program& p, const Layer& layer, int n, const u64* qkv,
-                                        const u64* parts, u64* out, u32 tag) {
+                                        const u64* split_sums, u64* out, u32 tag) {
   constexpr int PER_WARP = LARGEST_SPLITS / WARPS;
   p.reload_ids();
   Shared& s = *p.s;
@@ -339,7 +339,7 @@ __device__ __forceinline__ void combine(Program& p, const Layer& layer, int n, c
       for (int j = 0; j < PER_WARP; j++) at[j] = place(j, e);
       at[PER_WARP] = lane < 2 * PER_WARP ? place(lane / 2, HEAD_DIM + lane % 2) : -1;
       u32 found[PER_WARP + 1];
-      await(found, parts + head * LARGEST_SPLITS * (HEAD_DIM + 2), at, tag);
+      await(found, split_sums + head * LARGEST_SPLITS * (HEAD_DIM + 2), at, tag);
       const float ends = at[PER_WARP] < 0 ? -1e30f : __uint_as_float(found[PER_WARP]);
       const float most = all_lanes(lane % 2 || lane >= 2 * PER_WARP ? -1e30f : ends, larger);
       float y = 0, total = 0;
@@ -360,16 +360,16 @@ __device__ __forceinline__ void combine(Program& p, const Layer& layer, int n, c
     meet();
     if (warp == 0) {
       const int busy = min(n, WARPS);
-      const float here = lane < busy ? s.largest[0][lane] : -1e30f;
+      const float of_warp = lane < busy ? s.largest[0][lane] : -1e30f;
       const float sink = SINKS ? number(sinks[head]) * LOG2_E : -1e30f;
-      const float most = fmaxf(all_lanes(here, larger), sink);
-      const float share = lane < busy ? exp2f(here - most) : 0;
+      const float most = fmaxf(all_lanes(of_warp, larger), sink);
+      const float share = lane < busy ? exp2f(of_warp - most) : 0;
       float total = all_lanes(lane < busy ? share * s.total[0][lane] : 0.0f, add), y = 0;
       if (SINKS) total += exp2f(sink - most);
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
-        const float part = __shfl_sync(~0u, share, w);
-        if (w < busy) y += part * s.attended[w][0][lane];
+        const float weight = __shfl_sync(~0u, share, w);
+        if (w < busy) y += weight * s.attended[w][0][lane];
       }
       y /= total;
       float next = __shfl_down_sync(~0u, y, 1);

@@ -1,9 +1,9 @@
 // What the pieces of step.cu share: words, a layer's numbers, sizes of products, a program's memory.
 // In front of it stands common.cu, and in front of that the table that step.py writes: BF16, D,
-// LAYERS, HEADS, KV_HEADS, HEAD_DIM, TURNED, OUTPUT_GATE, QK_NORM, FLOAT_QK_NORM, SINKS, BEHIND,
-// CHOSEN, SHARED, NORMALIZE, MIXERS, WARPS, PROGRAMS, MEMORY, IN_FLIGHT, IN_FLIGHT_WAITING, TRIES, and
-// a struct for each product: Qkv, Wo, Up, Down, of a mixture RouterOp and, if MIXERS (some layers are
-// recurrent), In and Delta, which is the mixer's.
+// LAYERS, HEADS, KV_HEADS, HEAD_DIM, TURNED, OUTPUT_GATE, QK_NORM, FLOAT_QK_NORM, SINKS, POST_NORMS,
+// CHOSEN, SHARED, NORMALIZE, RECURRENT, WARPS, PROGRAMS, MEMORY, IN_FLIGHT, IN_FLIGHT_WAITING, TRIES,
+// and a struct for each product: Qkv, Wo, Up, Down, of a mixture RouterOp and, if RECURRENT (some
+// layers are recurrent), In and Delta, which is the mixer's.
 
 constexpr int SQUAD_WARPS = 8, SQUADS = WARPS / SQUAD_WARPS;  // warps that share a slot
 constexpr int LARGEST_SPLITS = 32;  // programs that share the slots of a kv head
@@ -149,8 +149,8 @@ __device__ __forceinline__ void await(u32 (&values)[N], const u64* p, const int 
 
 // A layer's numbers in memory, 8 bytes each, in this order: Step.fields() in step.py writes them.
 // CODES: of 16-bit weights the address of their tensor map; of the router the weights. NORM_WEIGHT:
-// of Wo and Down, if BEHIND, of the norm behind them. A recurrent layer has no K_MAP and, in place of
-// what attention has before it, the second list; its product In is QKV.
+// of Wo and Down, if POST_NORMS, of the norm after them. A recurrent layer has no K_MAP and, in place
+// of what attention has before it, the second list; its product In is QKV.
 enum { CODES, SCALES, NORM_WEIGHT, BIASES, PER_PRODUCT };
 enum { QKV, WO, ROUTER, UP, DOWN, PRODUCTS };
 enum {
@@ -177,7 +177,7 @@ struct Layer {
   __device__ __forceinline__ T* at(int field) const {
     return (T*)fields[field];
   }
-  __device__ __forceinline__ bool is_recurrent() const { return MIXERS && !fields[K_MAP]; }
+  __device__ __forceinline__ bool is_recurrent() const { return RECURRENT && !fields[K_MAP]; }
 };
 
 template <bool>
@@ -194,8 +194,8 @@ __device__ __forceinline__ float any_number(float x) { return x; }
 constexpr int divisor(int x, int y) { return y ? divisor(y, x % y) : x; }  // the greatest of both
 
 // What follows from a product's struct O: BITS, E2M1, K, N (of its outputs), GROUP (0: one a row),
-// PARTS, FLOAT_SCALES, GATED (1: SiLU, 2: GELU by tanh, 3: MoEConfig.clamp's), EXPERTS, NORM,
-// FLOAT_NORM, BIAS and RESIDUAL.
+// PARTS (groups of a block, each with a scale), FLOAT_SCALES, GATED (1: SiLU, 2: GELU by tanh, 3:
+// MoEConfig.clamp's), EXPERTS, NORM (before it), FLOAT_NORM, BIAS and RESIDUAL.
 //
 // As in gemv.cu a block is 1 KiB of 16 rows, BLOCK inputs wide, and a chunk has the scales of 16
 // rows for PER_CHUNK blocks. A unit is two blocks, what a warp multiplies at once. SUMMED is Down
@@ -245,13 +245,13 @@ template <class O> struct DigitBytes {
 template <class O> struct TilesHere {
   static constexpr int value = (Sizes<O>::ALL + PROGRAMS - 1) / PROGRAMS;
 };
-#if MIXERS
+#if RECURRENT
 #define OPERATIONS Qkv, In, Wo, Up, Down
 #else
 #define OPERATIONS Qkv, Wo, Up, Down
 #endif
-// Tiles of the product that a layer begins with, at least.
-#if MIXERS
+// Tiles of the product that a layer begins with: of Qkv and In the fewer.
+#if RECURRENT
 constexpr int FEWEST_FIRST = smallest(Sizes<Qkv>::ALL, Sizes<In>::ALL);
 #else
 constexpr int FEWEST_FIRST = Sizes<Qkv>::ALL;
@@ -267,13 +267,13 @@ static_assert(SLOT >= 16 * 1024);  // of the cache there is no more
 constexpr int MOST_UNITS = largest_of<UnitsOf, OPERATIONS>();
 constexpr int MOST_TILES = largest_of<TilesHere, OPERATIONS>();
 constexpr int QUERIES = HEADS / KV_HEADS;  // of a kv head
-// A head's values are parts of 64 columns, of which attention's tasks have one or, of longer texts,
-// WIDE. What a slot of the ring has of the cache: rows, which 16 of them a warp takes, and bytes of
-// their keys and of a part of their values.
-constexpr int COLUMNS = 64, COLUMN_PARTS = HEAD_DIM / COLUMNS, WIDE = smallest(2, COLUMN_PARTS);
+// A head's values are slices of 64 columns, of which attention's tasks have one or, of longer texts,
+// WIDE. A slot of the ring has CACHE_ROWS positions of the cache, SLOT_TILES times the 16 that a warp
+// takes at once: KEY_BYTES of keys, and VALUE_BYTES of each slice of the values.
+constexpr int COLUMNS = 64, COLUMN_SLICES = HEAD_DIM / COLUMNS, WIDE = smallest(2, COLUMN_SLICES);
 constexpr int CACHE_ROWS = 4096 / HEAD_DIM, SLOT_TILES = CACHE_ROWS / 16;
 constexpr int KEY_BYTES = CACHE_ROWS * HEAD_DIM * 2, VALUE_BYTES = CACHE_ROWS * COLUMNS * 2;
-constexpr int PASS = 16 * WARPS;  // slots of the cache that all warps have at once
+constexpr int PASS = 16 * WARPS;  // positions of the cache that all warps take at once
 // A box lies in rows of 128 bytes, and 16-byte part i of a row at place i ^ row % 8
 // (CU_TENSOR_MAP_SWIZZLE_128B). Eight lanes that read at once have the same four parts of two rows:
 // in rows that differ in bit 2 these lie in different banks, and far_apart() orders rows so.
@@ -282,27 +282,28 @@ __device__ __forceinline__ uint4 part_of(const unsigned char* box, int row, int 
   return *(const uint4*)(box + row * 128 + ((part ^ row) & 7) * 16);
 }
 
-#if MIXERS
+#if RECURRENT
 // What the warps of a recurrent layer's mixer tell each other (step_delta.cu).
-struct Mixing {
+struct DeltaMemory {
   // Of the value head its key head's query and key, and its value and z.
   alignas(16) float made[2 * Delta::KEY_DIM + 2 * Delta::VALUE_DIM];
-  // What a part of the state's rows and of the corrections makes of the key and of the query.
+  // S^T k and S^T q of a share of the state's rows, and what a share of the corrections adds.
   alignas(16) float found[WARPS * 32 / Delta::VALUE_DIM][2][Delta::VALUE_DIM];
   alignas(16) float correction[Delta::VALUE_DIM];
-  // Of the block's earlier tokens: how much is left of them, and their keys times the key and query.
+  // Of the block's earlier tokens: the decay since then, and their keys times the token's key and
+  // query, times that decay.
   float since[Delta::BLOCK], of_key[Delta::BLOCK], of_query[Delta::BLOCK];
   float from_start;              // what is left of the state
-  float gates[WARPS / 2][3];     // sums of a part of x: b, a and squares
-  float beta, decay, decayed;    // decayed: exp(decay)
-  float k_k, k_q, q_q;           // of key and query, products
+  float gates[WARPS / 2][3];     // a warp's sums: of b, of a, and of the squares of x
+  float beta, decayed;           // decayed: exp(decay)
+  float k_k, k_q, q_q;           // dot products of the token's key and query
   float squares[Delta::VALUE_DIM / 32];
 };
 #endif
 
 #if CHOSEN
-constexpr int CHOICES = RouterOp::N - (SHARED > 0), PLACES = (CHOSEN + 3) / 4 * 4;
-constexpr int CANDIDATES = (CHOICES + 31) / 32 * PLACES;
+constexpr int CHOICES = RouterOp::N - (SHARED > 0), CANDIDATES_OF_32 = (CHOSEN + 3) / 4 * 4;
+constexpr int CANDIDATES = (CHOICES + 31) / 32 * CANDIDATES_OF_32;
 constexpr int LOWEST = -0x7ffffffe, NO_KEY = LOWEST - 1;  // below all numbers' keys
 #endif
 
@@ -312,8 +313,9 @@ struct Shared {
   alignas(16) float sums[MOST_UNITS][4][4];  // of x, as the digits' columns have them
   float scale[MOST_UNITS];  // what a unit's digits count
   float offset[MOST_UNITS], squares[MOST_UNITS];
-  float branch_squares[BEHIND ? MOST_UNITS : 1];
-  alignas(16) u16 stream[BEHIND ? D : 8];  // if BEHIND and KEEPS_STREAM, all of the residual stream
+  float branch_squares[POST_NORMS ? MOST_UNITS : 1];
+  // If POST_NORMS and KEEPS_STREAM, all of the residual stream.
+  alignas(16) u16 stream[POST_NORMS ? D : 8];
   float all_offsets, factor;  // of a product's units; the norm's
   float entering;             // the mean of the squares of what enters a layer, plus eps
   float partial[MOST_TILES][WARPS][16];
@@ -321,8 +323,8 @@ struct Shared {
   alignas(16) float residual[TilesHere<Wo>::value][16];
   union {
     alignas(16) float attended[WARPS][QUERIES][64 + 4];  // 4 for the banks' sake
-#if MIXERS
-    Mixing mixing;
+#if RECURRENT
+    DeltaMemory delta;
 #endif
   };
   alignas(16) u16 q[QUERIES][HEAD_DIM], k[HEAD_DIM], v[HEAD_DIM];
@@ -330,9 +332,10 @@ struct Shared {
   int experts[32];
   float weights[32];
 #if CHOSEN
-  u64 before[RouterOp::N + 1];  // its sums, as the layer before left them
+  u64 previous[RouterOp::N + 1];  // its sums, as the layer before left them
   alignas(16) int keys[(RouterOp::N + 31) / 32 * 32];  // ordered as the logits are
-  // Of each 32 experts those that may be chosen, and behind them NO_KEY up to PLACES; their numbers.
+  // Of each 32 experts those that may be chosen, filled up with NO_KEY to CANDIDATES_OF_32; their
+  // numbers.
   alignas(16) int candidates[CANDIDATES], numbers[CANDIDATES];
 #endif
   u32 tag;
@@ -347,9 +350,10 @@ constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
                            ? (MEMORY - (int)sizeof(Shared) - 256) / SLOT
                            : 32;
 // A barrier's parity tells the n-th use of a place of the ring from the next use, but not from the
-// one behind that. So the use before must have landed when a squad begins to wait for slot n, which
-// is that of slot n - STAGES. The squad had a slot from n - 2 * SQUADS on (AT_ONCE is 2), and when
-// that was asked for, all but IN_FLIGHT - 1 of the slots before it had landed.
+// one after that. So slot n - STAGES, which had the same place, must have landed when a squad begins
+// to wait for slot n. The squad had a slot from n - 2 * SQUADS on (it takes up to two at once, see
+// Product::AT_ONCE), and when that was asked for, all but IN_FLIGHT - 1 of the slots before it had
+// landed.
 static_assert(STAGES >= 2 * SQUADS + IN_FLIGHT, "the ring does not fit in shared memory");
 static_assert(HEAD_DIM % 64 == 0 && QUERIES <= 8 && LARGEST_SPLITS % WARPS == 0);
 
@@ -366,7 +370,7 @@ struct Program {  // as a warp sees it
   }
   __device__ __forceinline__ unsigned char* slot(int at) const { return ring + at % STAGES * SLOT; }
 };
-// How many of `all` this program has: that of its number, and every PROGRAMS-th one behind.
+// How many of `all` this program has: that of its number, and every PROGRAMS-th one after it.
 __device__ __forceinline__ int share_of(int all) {
   const int n = blockIdx.x;
   return n < all ? (all - 1 - n) / PROGRAMS + 1 : 0;

@@ -1,7 +1,12 @@
-// A recurrent layer's mixer, in attention's place: the gated delta rule of one token. delta.py has
-// the formulas, model.DeltaCache says what is kept of a text.
+// A recurrent layer's mixer, in attention's place: the gated delta rule of one token, number t of its
+// block, with a state S [KEY_DIM, VALUE_DIM] from before the block and d the decays' sum,
+//
+//     u_t = beta_t (v_t - exp(d_t) S^T k_t - sum over s < t of exp(d_t - d_s) (k_t k_s) u_s)
+//     y_t = exp(d_t) S^T q_t + sum over s <= t of exp(d_t - d_s) (q_t k_s) u_s
+//
+// then a norm of y_t and a gate by z_t. delta.py says more, model.DeltaCache what is kept of a text.
 
-#if MIXERS
+#if RECURRENT
 constexpr int KEY_DIM = Delta::KEY_DIM, VALUE_DIM = Delta::VALUE_DIM;
 // Where a token's channels lie in what In makes, and in a row of the ring of inputs: queries, keys
 // and values. Behind them In has z, and the ring the gates b and a.
@@ -15,24 +20,24 @@ constexpr int CHANNELS = 2 * OF_KEYS + OF_VALUES, KEPT = CHANNELS + 2 * Delta::V
 //     one            keys of the block's earlier tokens [at, KEY_DIM], fp32
 //     one            their corrections [at, VALUE_DIM], fp32
 constexpr int SLOT_ROWS = 16 * 1024 / 4 / VALUE_DIM, STATE_SLOTS = KEY_DIM / SLOT_ROWS;
-constexpr int MIXER_SLOTS = STATE_SLOTS + 2;
+constexpr int DELTA_SLOTS = STATE_SLOTS + 2;
 // Threads with the same column of the state have SPLIT_ROWS of its rows each.
 constexpr int SPLITS = WARPS * 32 / VALUE_DIM, SPLIT_ROWS = KEY_DIM / SPLITS;
 static_assert(KEY_DIM == 128 && VALUE_DIM == 128 && SPLIT_ROWS % SLOT_ROWS == 0);
-static_assert(Delta::BLOCK == 32 && Delta::BLOCK * KEY_DIM * 4 <= SLOT && STAGES >= MIXER_SLOTS);
+static_assert(Delta::BLOCK == 32 && Delta::BLOCK * KEY_DIM * 4 <= SLOT && STAGES >= DELTA_SLOTS);
 static_assert(Delta::TAPS > 1 && Delta::TAPS <= Delta::RING - 2 * Delta::BLOCK + 1);
 static_assert(Product<In>::UNITS == Product<Qkv>::UNITS && In::BITS == Qkv::BITS,
               "words that enter a layer have one order");
 
-struct Mixer {
-  int h, key_head, block, at, slot;  // the token is number `at` of its block; slot: of TOKENS
+struct DeltaTask {
+  int h, key_head, block, at, row;  // the token is number `at` of its block; row: of the TOKENS kept
   bool stores_key;                   // of the value heads that have this key head, the first does
-  __device__ __forceinline__ Mixer(int h, int position)
+  __device__ __forceinline__ DeltaTask(int h, int position)
       : h(h), key_head(h / (Delta::VALUE_HEADS / Delta::KEY_HEADS)), block(position / Delta::BLOCK),
-        at(position % Delta::BLOCK), slot(position % Delta::TOKENS),
+        at(position % Delta::BLOCK), row(position % Delta::TOKENS),
         stores_key(h % (Delta::VALUE_HEADS / Delta::KEY_HEADS) == 0) {}
-  // Of the block's s-th token, its place among TOKENS.
-  __device__ __forceinline__ int place(int s) const {
+  // The same of the block's s-th token.
+  __device__ __forceinline__ int row_of(int s) const {
     return (block * Delta::BLOCK + s) % Delta::TOKENS;
   }
   __device__ __forceinline__ long long state(int block) const {  // its first number
@@ -40,8 +45,8 @@ struct Mixer {
   }
 };
 
-// A warp's part of the normed x times two rows of a weight, and of the squares of x, of which the
-// second half of the warps have all. x: words with this tag or, if it is 0, a plain row.
+// The second half of the warps: b and a of the normed x, and the sum of x's squares. Each leaves its
+// own units' sums. x: words with this tag or, if it is 0, a plain row.
 __device__ __forceinline__ void gates_of(Program& p, const Layer& layer, int h, const u64* x,
                                          u32 tag) {
   typedef Product<In> P;
@@ -78,14 +83,14 @@ __device__ __forceinline__ void gates_of(Program& p, const Layer& layer, int h, 
 #pragma unroll
   for (int j = 0; j < 3; j++) {
     const float sum = all_lanes(sums[j], add);
-    if (p.lane == 0) p.s->mixing.gates[p.warp - HALF][j] = sum;
+    if (p.lane == 0) p.s->delta.gates[p.warp - HALF][j] = sum;
   }
 }
 
-// All gates' parts are there. One warp calls this.
-__device__ __forceinline__ void finish_gates(Program& p, const Layer& layer, const Mixer& m,
+// One warp adds what all of them left.
+__device__ __forceinline__ void finish_gates(Program& p, const Layer& layer, const DeltaTask& m,
                                              int position, float log_a, float bias) {
-  Mixing& s = p.s->mixing;
+  DeltaMemory& s = p.s->delta;
   float sums[3];
 #pragma unroll
   for (int j = 0; j < 3; j++)
@@ -102,13 +107,13 @@ __device__ __forceinline__ void finish_gates(Program& p, const Layer& layer, con
   u16* kept = layer.at<u16>(INPUTS) + (long long)(position % Delta::RING) * KEPT + CHANNELS + m.h;
   kept[0] = b;
   kept[Delta::VALUE_HEADS] = a;
-  layer.at<float>(DECAYS)[m.slot * Delta::VALUE_HEADS + m.h] = decay;
+  layer.at<float>(DECAYS)[m.row * Delta::VALUE_HEADS + m.h] = decay;
 }
 
 // What of the state and of each earlier token's correction is left before this token: lane s has the
 // decay of the block's s-th token.
-__device__ __forceinline__ void sum_decays(Program& p, const Mixer& m, float decay) {
-  Mixing& s = p.s->mixing;
+__device__ __forceinline__ void sum_decays(Program& p, const DeltaTask& m, float decay) {
+  DeltaMemory& s = p.s->delta;
   const int lane = p.lane;
   // The sum of what came after: as a difference of two sums it would lose digits.
   float since = __shfl_down_sync(~0u, decay, 1);
@@ -125,10 +130,10 @@ __device__ __forceinline__ void sum_decays(Program& p, const Mixer& m, float dec
 // The token's query, key, value and z: channels as In makes them and, but for z, behind the
 // convolution over the last TAPS tokens and SiLU. A lane of the first half of the warps has two
 // neighbours.
-__device__ __forceinline__ void convolve(Program& p, const Layer& layer, const Mixer& m,
+__device__ __forceinline__ void convolve(Program& p, const Layer& layer, const DeltaTask& m,
                                          const u64* qkvz, u32 tag, int position) {
   constexpr int TAPS = Delta::TAPS, ALL = 2 * (KEY_DIM + VALUE_DIM);
-  Mixing& s = p.s->mixing;
+  DeltaMemory& s = p.s->delta;
   u16* const inputs = layer.at<u16>(INPUTS);
 #pragma unroll 1
   for (int n = (p.warp * 32 + p.lane) * 2; n < ALL; n += WARPS / 2 * 64) {
@@ -174,8 +179,8 @@ __device__ __forceinline__ const float* state_at(const Program& p, int row) {
 }
 
 // The state behind the block, of which this token is the last.
-__device__ __forceinline__ void put_state(Program& p, const Layer& layer, const Mixer& m) {
-  const Mixing& s = p.s->mixing;
+__device__ __forceinline__ void put_state(Program& p, const Layer& layer, const DeltaTask& m) {
+  const DeltaMemory& s = p.s->delta;
   const int thread = p.warp * 32 + p.lane, column = thread % VALUE_DIM, at = m.at;
   const float* keys = (const float*)p.slot(p.next_slot + STATE_SLOTS);
   const float* corrections = (const float*)p.slot(p.next_slot + STATE_SLOTS + 1);
@@ -203,11 +208,12 @@ __device__ __forceinline__ void put_state(Program& p, const Layer& layer, const 
 
 // A task. x: what enters the layer, words with x_tag or, if that is 0, a plain row. qkvz: In's words
 // -> words of `out`, of one value head.
-__device__ __forceinline__ void mix(Program& p, const Layer& layer, int h, const u64* x, u32 x_tag,
-                                    const u64* qkvz, u64* out, u32 tag, int position, float eps) {
+__device__ __forceinline__ void apply_delta(Program& p, const Layer& layer, int h, const u64* x,
+                                            u32 x_tag, const u64* qkvz, u64* out, u32 tag,
+                                            int position, float eps) {
   p.reload_ids();
-  Mixing& s = p.s->mixing;
-  const Mixer m(h, position);
+  DeltaMemory& s = p.s->delta;
+  const DeltaTask m(h, position);
   const int lane = p.lane, thread = p.warp * 32 + lane, at = m.at, column = thread % VALUE_DIM;
   const float *query = s.made, *key = query + KEY_DIM, *value = key + KEY_DIM, *z = value + VALUE_DIM;
   // Loaded before they are wanted, by all, though few do.
@@ -215,7 +221,7 @@ __device__ __forceinline__ void mix(Program& p, const Layer& layer, int h, const
   const float norm =
       any_number(layer.at<const NumberOf<Delta::FLOAT_NORM>::Type>(VALUE_NORM)[column]);
   const float decay =
-      lane < at ? layer.at<const float>(DECAYS)[m.place(lane) * Delta::VALUE_HEADS + h] : 0;
+      lane < at ? layer.at<const float>(DECAYS)[m.row_of(lane) * Delta::VALUE_HEADS + h] : 0;
   if (p.warp < WARPS / 2) {
     convolve(p, layer, m, qkvz, tag, position);
   } else {
@@ -225,7 +231,7 @@ __device__ __forceinline__ void mix(Program& p, const Layer& layer, int h, const
   meet();
 
 #pragma unroll 1
-  for (int i = 0; i < MIXER_SLOTS; i++) {
+  for (int i = 0; i < DELTA_SLOTS; i++) {
     wait_for(p.s->held[(p.next_slot + i) % STAGES], p.next_slot + i);
     wait(&p.s->full[(p.next_slot + i) % STAGES], (p.next_slot + i) / STAGES & 1);
   }
@@ -296,14 +302,14 @@ __device__ __forceinline__ void mix(Program& p, const Layer& layer, int h, const
     const float unit_q = rsqrtf(s.q_q + 1e-6f) * rsqrtf((float)KEY_DIM);
     const float u = s.beta * (value[column] - s.decayed * unit_k * of_key);
     s.correction[column] = u;
-    layer.at<float>(CORRECTIONS)[(m.slot * Delta::VALUE_HEADS + h) * VALUE_DIM + column] = u;
+    layer.at<float>(CORRECTIONS)[(m.row * Delta::VALUE_HEADS + h) * VALUE_DIM + column] = u;
     y = unit_q * (s.decayed * of_query + s.k_q * unit_k * u);
     gate = z[column];
     const float squares = all_lanes(y * y, add);
     if (lane == 0) s.squares[p.warp] = squares;
   }
   if (m.stores_key && thread < KEY_DIM)
-    layer.at<float>(KEYS)[(m.slot * Delta::KEY_HEADS + m.key_head) * KEY_DIM + thread] =
+    layer.at<float>(KEYS)[(m.row * Delta::KEY_HEADS + m.key_head) * KEY_DIM + thread] =
         unit_k * key[thread];
   meet();  // all have read the slots, and what the next task writes
   if (thread < VALUE_DIM) {
@@ -319,8 +325,8 @@ __device__ __forceinline__ void mix(Program& p, const Layer& layer, int h, const
     put_state(p, layer, m);
     meet();
   }
-  if (p.warp == 0 && lane < MIXER_SLOTS)
+  if (p.warp == 0 && lane < DELTA_SLOTS)
     arrive_for(&p.s->empty[(p.next_slot + lane) % STAGES], SQUAD_WARPS);
-  p.next_slot += MIXER_SLOTS;
+  p.next_slot += DELTA_SLOTS;
 }
 #endif

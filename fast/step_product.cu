@@ -9,8 +9,8 @@ template <class O>
 struct Product : Sizes<O> {
   typedef Sizes<O> S;
   typedef typename NumberOf<O::FLOAT_NORM>::Type Norm;
-  // Qkv, which reads what enters a layer. Of a mixture all programs do, as its size is the router's
-  // unit.
+  // ENTERS: the layer's first product, Qkv or In. MEASURES: of a mixture each program that chooses
+  // experts reads what enters the layer, too, as its size is the unit of the router's sums.
   static constexpr bool ENTERS = O::NORM && !O::GATED, MEASURES = CHOSEN && ENTERS;
   static constexpr int DIGIT_WORDS = S::DIGIT_WORDS, SETS = S::SETS, INPUTS = S::INPUTS;
 
@@ -111,16 +111,16 @@ struct Product : Sizes<O> {
       if (n == 0 || first + n * WARPS < S::UNITS) put(p, first + n * WARPS, pairs[n], gain[n]);
   }
 
-  // Where norms stand behind branches: x is what a branch makes, and the stream that enters this
+  // Where norms stand after branches: x is what a branch makes, and the stream that enters this
   // product is the one before, which each program has, plus the norm of x. -> its pairs, of all
   // units of the warp. Of a plain row: the stream. row_out, if it is there: where the stream goes.
   static __device__ __forceinline__ void add_branch(Program& p, u32 (&pairs)[ROUNDS][INPUTS / 2],
-                                                    const u64* x, u32 tag, const Norm* behind,
+                                                    const u64* x, u32 tag, const Norm* post_norm,
                                                     u16* row_out = nullptr) {
     Shared& s = *p.s;
     const int lane = p.lane;
     float gain[ROUNDS][INPUTS];
-    if (!ENTERS || tag) load_gains(gain, behind, p.warp, lane);
+    if (!ENTERS || tag) load_gains(gain, post_norm, p.warp, lane);
     await_units(pairs, x, tag, p.warp, lane);
     float factor = 0;
     if (!ENTERS || tag) {
@@ -154,10 +154,10 @@ struct Product : Sizes<O> {
         if (row_out) ((u32*)row_out)[k / 2] = pair;
       }
   }
-  static __device__ __forceinline__ void prepare_behind(Program& p, const u64* x, u32 tag,
-                                                        const Norm* norm, const Norm* behind) {
+  static __device__ __forceinline__ void prepare_with_post_norm(Program& p, const u64* x, u32 tag,
+                                                        const Norm* norm, const Norm* post_norm) {
     u32 pairs[ROUNDS][INPUTS / 2];
-    add_branch(p, pairs, x, tag, behind);
+    add_branch(p, pairs, x, tag, post_norm);
     float gain[ROUNDS][INPUTS];
     load_gains(gain, norm, p.warp, p.lane);
 #pragma unroll
@@ -195,9 +195,9 @@ struct Product : Sizes<O> {
       v[0] *= scale;
       v[1] *= scale;
 #pragma unroll
-      for (int part = 0; part < 3; part++) {
+      for (int term = 0; term < 3; term++) {
         const u32 pair = pair_of(v[0], v[1]);
-        ((u32*)s.inputs)[(unit * 3 + part) * 32 + lane] = pair;
+        ((u32*)s.inputs)[(unit * 3 + term) * 32 + lane] = pair;
         v[0] -= low_number(pair);
         v[1] -= high_number(pair);
       }
@@ -265,10 +265,10 @@ struct Product : Sizes<O> {
     return S::SUMMED ? unit / S::ROW_UNITS : O::EXPERTS ? tile / S::TILES : 0;
   }
 
-  static __device__ __forceinline__ void group_of(const void* here, long long i, float& scale,
+  static __device__ __forceinline__ void group_of(const void* scales, long long i, float& scale,
                                                   float& zero) {
     zero = O::E2M1 ? 16 : 1 << (O::BITS - 1);
-    ::group_of<S::BYTE_SCALES, O::FLOAT_SCALES>(here, i, scale, zero);
+    ::group_of<S::BYTE_SCALES, O::FLOAT_SCALES>(scales, i, scale, zero);
   }
 
   // What two columns of a sum make, of row i * 8.
@@ -369,12 +369,12 @@ struct Product : Sizes<O> {
   // Tiles whose instructions need not wait for each other, where a team has many.
   static constexpr int AT_ONCE = TilesHere<O>::value >= 4 * TEAMS ? 2 : 1;
 
-  // Multiplies this warp's unit of the program's tiles begin, begin + by, and so on below `here`.
+  // Multiplies this warp's unit of the program's tiles begin, begin + by, and so on below `my_tiles`.
   // nth_slot: which slot of a tile it is in; at: the slot of tile `begin`; the next tile's is
   // by_slots later. The sums are entry `entry` of partial, where is_first says that nothing is
   // there yet.
   static __device__ __forceinline__ void multiply_tiles(const Program& p, int nth_slot, int begin,
-                                                        int by, int here, int at, int by_slots,
+                                                        int by, int my_tiles, int at, int by_slots,
                                                         int entry, bool is_first) {
     Shared& s = *p.s;
     const int wl = p.warp % SQUAD_WARPS, unit = nth_slot * SQUAD_WARPS + wl, column = p.lane & 3;
@@ -382,12 +382,12 @@ struct Product : Sizes<O> {
     typedef typename Either<S::PLAIN, PlainUnit, Unit>::Type MyUnit;
     const MyUnit u(s, there ? nth_slot : 0, there ? wl : 0, p.lane);
 #pragma unroll 1
-    for (int t = begin; t < here; t += AT_ONCE * by, at += AT_ONCE * by_slots) {
+    for (int t = begin; t < my_tiles; t += AT_ONCE * by, at += AT_ONCE * by_slots) {
       float y[AT_ONCE][2] = {};
       int slots[AT_ONCE];
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
-        slots[i] = t + i * by < here ? at + i * by_slots : at;  // behind the last, the first again
+        slots[i] = t + i * by < my_tiles ? at + i * by_slots : at;  // after the last, the first again
         wait(&s.full[slots[i] % STAGES], slots[i] / STAGES & 1);
       }
       if (there)
@@ -400,7 +400,7 @@ struct Product : Sizes<O> {
         float mine = column & 1 ? y[i][1] : y[i][0], other = column & 1 ? y[i][0] : y[i][1];
         mine += __shfl_xor_sync(~0u, other, 1);
         mine += __shfl_xor_sync(~0u, mine, 2);
-        if (t + i * by >= here) break;
+        if (t + i * by >= my_tiles) break;
         if (p.lane == 0) arrive(&s.empty[slots[i] % STAGES]);
         if (column < 2) {
           float& sum = s.partial[t + i * by][entry][row_of(p.lane) + 8 * column];
@@ -459,27 +459,27 @@ struct Product : Sizes<O> {
   }
 
   // x: words with this tag, or a plain row if x_tag is 0. To: the product that reads what comes
-  // out, whose word() says where it goes. behind: if BEHIND, the weight of the norm of x.
+  // out, whose word() says where it goes. post_norm: if POST_NORMS, the weight of the norm of x.
   template <class To>
   static __device__ __forceinline__ void run(Program& p, const Layer& layer, int which,
                                              const u64* x, u32 x_tag, u64* out, u32 tag,
                                              u16* row_out = nullptr,
-                                             const Norm* behind = nullptr) {
-    const int here = share_of(S::ALL), field = which * PER_PRODUCT;
-    constexpr bool ADDS = BEHIND && O::NORM;
+                                             const Norm* post_norm = nullptr) {
+    const int my_tiles = share_of(S::ALL), field = which * PER_PRODUCT;
+    constexpr bool ADDS = POST_NORMS && O::NORM;
     // Who chooses no experts does not ask how large the stream is: nobody would wait for it.
-    if (!here && !(ADDS && KEEPS_STREAM) && !(MEASURES && CHOOSES)) return;
+    if (!my_tiles && !(ADDS && KEEPS_STREAM) && !(MEASURES && CHOOSES)) return;
     p.reload_ids();
     const Norm* norm = O::NORM ? layer.at<const Norm>(field + NORM_WEIGHT) : nullptr;
     if constexpr (ADDS) {
-      prepare_behind(p, x, x_tag, norm, behind);
+      prepare_with_post_norm(p, x, x_tag, norm, post_norm);
     } else {
 #pragma unroll 1
       for (int first = p.warp; first < S::UNITS; first += PREPARED * WARPS)
         prepare(p, first, x, x_tag, norm);
     }
     meet();
-    // Now, while the first slots come: behind the products all would wait for it.
+    // Now, while the first slots come: after the products all would wait for it.
     if (p.warp == 0) {
       Shared& s = *p.s;
       s.streaming = 1;
@@ -499,7 +499,7 @@ struct Product : Sizes<O> {
     if constexpr (TEAMS > 1) {
       const int nth_slot = squad % ABREAST, team = squad / ABREAST;
       if (team < TEAMS)
-        multiply_tiles(p, nth_slot, team, TEAMS, here, p.next_slot + team * ABREAST + nth_slot,
+        multiply_tiles(p, nth_slot, team, TEAMS, my_tiles, p.next_slot + team * ABREAST + nth_slot,
                        TEAMS * ABREAST, nth_slot * SQUAD_WARPS + p.warp % SQUAD_WARPS, true);
     } else {
       int at = p.next_slot;
@@ -507,15 +507,15 @@ struct Product : Sizes<O> {
       for (int first = 0; first < S::TILE_SLOTS; first += ABREAST) {
         const int width = min(ABREAST, S::TILE_SLOTS - first);
         if (squad < width)
-          multiply_tiles(p, first + squad, 0, 1, here, at + squad, width, p.warp, first == 0);
-        at += here * width;
+          multiply_tiles(p, first + squad, 0, 1, my_tiles, at + squad, width, p.warp, first == 0);
+        at += my_tiles * width;
       }
     }
-    p.next_slot += here * S::TILE_SLOTS;
+    p.next_slot += my_tiles * S::TILE_SLOTS;
     meet();
     if (p.warp == 0) p.s->streaming = 0;
 #pragma unroll 1
-    for (int t = p.warp; t < here; t += WARPS)
+    for (int t = p.warp; t < my_tiles; t += WARPS)
       finish<To>(p, t, layer, field, out, tag, row_out);
   }
 };

@@ -1,7 +1,7 @@
 // A mixture's router: logits as sums that all programs add to, and the choice of experts.
 
 #if CHOSEN
-// A router's logits are sums over the residual stream, of which each program has some rows: it
+// A router's logits are sums over the residual stream, of which each program has some elements: it
 // multiplies those and adds what they give to the words of `logits`, one an expert and one more for
 // the squares of the stream:
 //
@@ -35,8 +35,8 @@ __device__ __forceinline__ void add_to_logits(Program& p, const Layer& layer, u6
   constexpr int X = RouterOp::N;
   p.reload_ids();
   Shared& s = *p.s;
-  const int here = share_of(STREAM_TILES), lane = p.lane, quarter = lane & 3;
-  if (!here) return;
+  const int my_tiles = share_of(STREAM_TILES), lane = p.lane, quarter = lane & 3;
+  if (!my_tiles) return;
   const u16* weight = layer.at<const u16>(ROUTER * PER_PRODUCT + CODES);
   const Norm* norm = layer.at<const Norm>(ROUTER * PER_PRODUCT + NORM_WEIGHT);
   const int e_here = p.warp * 8 + (lane >> 2), k_here = (int)blockIdx.x * 16 + quarter * 4;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void add_to_logits(Program& p, const Layer& layer, u6
   u64* sums = logits + (s.odd * COPIES + blockIdx.x % COPIES) * SUMS;
   meet();  // the rows are there
 #pragma unroll 1
-  for (int t = 0; t < here; t++) {
+  for (int t = 0; t < my_tiles; t++) {
     const int k = k_here + t * PROGRAMS * 16;
     if (t) load(k);
     float4 rows = *(const float4*)&s.residual[t][quarter * 4];
@@ -86,13 +86,13 @@ __device__ __forceinline__ void add_to_logits(Program& p, const Layer& layer, u6
 }
 
 // What the n-th sum of a copy has grown by. All lanes of a warp call this together.
-__device__ __forceinline__ float await_sum(Program& p, const u64* sums, int n, u64& before) {
+__device__ __forceinline__ float await_sum(Program& p, const u64* sums, int n, u64& previous) {
   for (int tries = 0;; tries++) {
-    u64 grown = -before;
+    u64 grown = -previous;
 #pragma unroll
     for (int c = 0; c < COPIES; c++) grown += peek(sums + c * SUMS + n);
     if (all_there((grown & (1 << COUNT_BITS) - 1) == STREAM_TILES)) {
-      before += grown;
+      previous += grown;
       const long long sum = (long long)grown >> COUNT_BITS;
       return sum < 1ll << BAD_BIT - 1 ? (float)sum : __uint_as_float(0x7fc00000);
     }
@@ -111,7 +111,7 @@ __device__ __forceinline__ float logit_of(int key) {
 
 // How many of these come before number n: the larger ones and, of equal ones, those with lower
 // numbers. `of` is a multiple of four.
-__device__ __forceinline__ int keys_before(const int* keys, int of, int n) {
+__device__ __forceinline__ int rank_of(const int* keys, int of, int n) {
   const int mine = keys[n], own_four = n & ~3;
   int before = 0;
 #pragma unroll 4
@@ -129,10 +129,10 @@ __device__ __forceinline__ int keys_before(const int* keys, int of, int n) {
 }
 
 // The experts with the largest logits, of equal ones those with the lowest numbers, and their
-// weights. A NaN among the logits makes all weights NaN. A warp has 32 experts, of which the first
-// CHOSEN are candidates, and then 32 of all candidates. A shared expert (Router.shared in experts.py)
-// is the last, and is taken behind the chosen ones. The warps but the first may read weights behind
-// their next meet().
+// weights. A NaN among the logits makes all weights NaN. Each warp ranks 32 experts, of which the
+// first CHOSEN are candidates, and then 32 of all candidates. A shared expert (Router.shared in
+// experts.py) is the last of the router's rows, and is always taken, after the chosen ones. The first
+// warp writes the weights last: others may read them after their next meet().
 __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, const u64* logits,
                                                float scale) {
   constexpr int X = RouterOp::N;
@@ -140,48 +140,48 @@ __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, c
   Shared& s = *p.s;
   const int lane = p.lane;
   bool nan = false;
-  u64 before_squares = 0;
+  u64 new_squares = 0;
   if (p.warp * 32 < X) {
     const float unit = stream_unit(p);
     const u16* bias = layer.at<const u16>(ROUTER * PER_PRODUCT + BIASES);
     const u64* sums = logits + s.odd * COPIES * SUMS;
     // First the squares alone: asking for all words delays those who still add.
-    u64 squares_before = s.before[X];
-    const float squares = await_sum(p, sums, X, squares_before);
+    u64 previous_squares = s.previous[X];
+    const float squares = await_sum(p, sums, X, previous_squares);
     const float one =
         rsqrtf(squares * unit * unit / (1 << SQUARES_BITS) / D + p.eps) * unit / (1 << LOGIT_BITS);
 #pragma unroll 1
     for (int e = p.warp * 32 + lane; e - lane < X; e += WARPS * 32) {
       const int n = min(e, X - 1);
-      u64 before = s.before[n];
-      float logit = await_sum(p, sums, n, before) * one;
+      u64 previous = s.previous[n];
+      float logit = await_sum(p, sums, n, previous) * one;
       __syncwarp();  // all have read before one writes
       if (RouterOp::BIAS) logit += number(bias[n]);
-      if (e < X) s.before[e] = before;
+      if (e < X) s.previous[e] = previous;
       nan |= logit != logit;
       s.keys[e] = e < CHOICES && logit == logit ? key_of(logit) : LOWEST;
       __syncwarp();
-      const int before_it = keys_before(s.keys + (e - lane), 32, lane);
-      if (e - lane < CHOICES && before_it < CHOSEN) {
-        s.candidates[e / 32 * PLACES + before_it] = s.keys[e];
-        s.numbers[e / 32 * PLACES + before_it] = e;
+      const int rank = rank_of(s.keys + (e - lane), 32, lane);
+      if (e - lane < CHOICES && rank < CHOSEN) {
+        s.candidates[e / 32 * CANDIDATES_OF_32 + rank] = s.keys[e];
+        s.numbers[e / 32 * CANDIDATES_OF_32 + rank] = e;
       }
       if (SHARED && e == CHOICES) {
         s.experts[CHOSEN] = e;
         s.weights[CHOSEN] = SHARED == 1 ? 1 / (1 + exp2f(-logit * LOG2_E)) : 1;
       }
     }
-    before_squares = squares_before;
+    new_squares = previous_squares;
   }
   nan = meet_any(nan);
-  if (p.warp == 0 && lane == 0) s.before[X] = before_squares;
+  if (p.warp == 0 && lane == 0) s.previous[X] = new_squares;
 #pragma unroll 1
   for (int first = p.warp * 32; first < CANDIDATES; first += WARPS * 32) {
     const int n = min(first + lane, CANDIDATES - 1);
-    const int before = keys_before(s.candidates, CANDIDATES, n);
-    if (before < CHOSEN) {
-      s.experts[before] = s.numbers[n];
-      s.weights[before] = logit_of(s.candidates[n]);
+    const int rank = rank_of(s.candidates, CANDIDATES, n);
+    if (rank < CHOSEN) {
+      s.experts[rank] = s.numbers[n];
+      s.weights[rank] = logit_of(s.candidates[n]);
     }
   }
   meet();

@@ -34,7 +34,7 @@ from cli.options import Parser, within
 
 try:
     from fast.decoder import FusedDecoder, install_kernels
-    from fast.step import LEAST_STAGES, Step, unsaid
+    from fast.step import LEAST_STAGES, Step, unsupported
 except ModuleNotFoundError as error:
     if error.name != "fast":
         raise
@@ -97,7 +97,7 @@ def microseconds(run: Callable, layers: int) -> float:
 def measure(what: str, args: Namespace) -> None:
     decoder = decoder_of(what, args)
     model = decoder.model
-    if reason := unsaid(decoder):
+    if reason := unsupported(decoder):
         raise ValueError(f"{what}: its layers have launches of their own ({reason})")
     of = torch.cuda.get_device_properties(0)
     step = Step(decoder, of.multi_processor_count, of.shared_memory_per_block_optin)
