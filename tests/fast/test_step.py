@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from threading import Thread
 from unittest.mock import MagicMock
 
@@ -98,7 +99,7 @@ CASES = {
     "part of a head turns": ("phi3", dict(partial_rotary_factor=0.5), "int4", 32, 40, 3),
     "some layers turn": ("smollm3", dict(no_rope_layer_interval=2), "int4", 32, 40, 3),
     # Recurrent layers and, in the second, attention with gates in several splits.
-    "recurrent": ("qwen3_5_text", RECURRENT, "int8", None, 61, 3),
+    "recurrent": ("qwen3_5_text", RECURRENT, "int8", None, 62, 3),
     "recurrent, long": (
         "qwen3_5_text",
         RECURRENT | dict(num_key_value_heads=1, num_hidden_layers=2),
@@ -112,7 +113,7 @@ CASES = {
         RECURRENT | EXPERTS | dict(shared_expert_intermediate_size=64),
         "int4",
         64,
-        61,
+        62,
         4,
     ),
     # Several tasks of a program, and candidates of several groups of 32 experts.
@@ -129,7 +130,7 @@ CASES = {
         ),
         "int4",
         64,
-        61,
+        62,
         2,
     ),
     "recurrent mixture in 16 bits": (
@@ -137,7 +138,7 @@ CASES = {
         RECURRENT | EXPERTS | dict(shared_expert_intermediate_size=64, linear_num_key_heads=2),
         None,
         None,
-        61,
+        62,
         3,
     ),
 }
@@ -185,6 +186,31 @@ def through_layers(exact: Transformer, x: torch.Tensor, position: int) -> torch.
     exact(torch.zeros(1, 1, dtype=torch.long), positions, inputs=x.double()[None])
     hook.remove()
     return found[0][0]
+
+
+def with_clear_choices(exact: Transformer, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [1, D], for which no router's choice is a matter of a rounding, and what leaves the last
+    layer."""
+    margins = []
+
+    def keep(router: torch.nn.Module, given: tuple, logits: torch.Tensor, n: int) -> None:
+        last, next_one = logits.flatten().sort(descending=True).values[n - 1 : n + 1]
+        margins.append(last - next_one)
+
+    hooks = [
+        part.router.register_forward_hook(partial(keep, n=part.moe.n_chosen))
+        for part in exact.modules()
+        if type(part) is MoE
+    ]
+    while True:
+        x = torch.randn(1, exact.config.dim).to(BF16)
+        expected = through_layers(exact, x, position)
+        if not margins or min(margins) > 0.05:
+            break
+        margins.clear()
+    for hook in hooks:
+        hook.remove()
+    return x, expected
 
 
 def step_of_model(model: Transformer, programs: int, directory, case: str = "") -> Callable:
@@ -271,18 +297,17 @@ def test_recurrent_layers_token_by_token(tmp_path, case, device):
     what lies there may count."""
     model, exact, position, programs = loaded(tmp_path, case, device, slots=10)
     run = step_of_model(model, programs, tmp_path, case)
-    for at in (*range(position, position + 5), 0, 1):
+    for at in (position, position + 1, position + 2, 0, 1):
         for cache in [layer.attn.cache for layer in model.layers] if at == 0 else []:
             if hasattr(cache, "states"):
                 for part in cache.buffers():
                     part.fill_(float("nan"))
-        x = torch.randn(1, model.config.dim).to(BF16)
-        expected = through_layers(exact, x, at)
-        assert_close(run(x, at), expected, x, 0.02)  # model.py in bf16 is up to 0.014 away
+        x, expected = with_clear_choices(exact, at)
+        assert_close(run(x, at), expected, x, 0.02)  # model.py in bf16 is up to 0.027 away
         block = position // BLOCK + 1
         for layer, same in zip(model.layers, exact.layers):
             cache, twin = layer.attn.cache, same.attn.cache
-            if at == position + 4 and hasattr(cache, "states"):
+            if at == position + 2 and hasattr(cache, "states"):
                 of_block, expected = cache.states[0, block % 2].cpu().double(), twin.states
                 expected = expected[0, block % 2]
                 assert (of_block - expected).norm() < 0.03 * expected.norm()
