@@ -506,8 +506,10 @@ class Step:
                 continue
             w, n = operation.w, operation.experts
             units.append(math.ceil(w.K / (2 * w.block)) * (1 if w.gated else max(n, 1)))
-            inputs.append(units[-1] * 128 * {16: 3, 8: 4, 4: 8}[w.bits])
-            group = dict(operation.constants())["GROUP"]
+            constants = dict(operation.constants())
+            terms = constants["NORM"] + constants["FLOAT_NORM"] + 1  # Sizes::TERMS in step_base.cu
+            inputs.append(units[-1] * 128 * {16: terms, 8: 4, 4: 8}[w.bits])
+            group = constants["GROUP"]
             chunk = w.parts * w.scales_and_zeros.element_size() if group else 0
             chunks = 9 if group > w.block else 16  # of 16 rows
             slots.append(8 * 2048 + chunks * 16 * chunk)

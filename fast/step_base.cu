@@ -223,9 +223,12 @@ struct Sizes {
   static constexpr int SLOT =
       CODE_BYTES +
       (GROUPED && !PLAIN ? (SQUAD_WARPS * UNIT_CHUNKS + (PER_CHUNK > 1)) * CHUNK_BYTES : 0);
-  // Of a unit of x a lane has so many inputs, which become so many words of digits.
+  // For 16-bit weights an input of 16 bits is one term, and its product with a norm's weight of 16
+  // bits the sum of two; with one of fp32 three terms have its 24 bits.
+  static constexpr int TERMS = !O::NORM ? 1 : O::FLOAT_NORM ? 3 : 2;
+  // Of a unit of x a lane has so many inputs, which become so many words of digits or terms.
   static constexpr int INPUTS = PLAIN ? 2 : O::BITS == 4 ? 8 : 4;
-  static constexpr int DIGIT_WORDS = PLAIN ? 3 : O::BITS == 4 ? 8 : 4;
+  static constexpr int DIGIT_WORDS = PLAIN ? TERMS : O::BITS == 4 ? 8 : 4;
   static constexpr int SETS = PLAIN ? 1 : O::PARTS;
   static constexpr int TILES = (O::N + (O::GATED ? 7 : 15)) / (O::GATED ? 8 : 16);  // of an expert
   static constexpr int ALL = TILES * (O::EXPERTS && O::GATED ? O::EXPERTS : 1);

@@ -165,7 +165,7 @@ struct Product : Sizes<O> {
       if (p.warp + n * WARPS < S::UNITS) put(p, p.warp + n * WARPS, pairs[n], gain[n]);
   }
 
-  // A unit becomes digits or, for 16-bit weights, three numbers for one.
+  // A unit becomes digits or, for 16-bit weights, terms.
   static __device__ __forceinline__ void put(Program& p, int unit, const u32 (&pairs)[INPUTS / 2],
                                              const float (&gain)[INPUTS]) {
     Shared& s = *p.s;
@@ -189,15 +189,15 @@ struct Product : Sizes<O> {
     // All |v| are below 2^(exponent - 126).
     const u32 exponent = __reduce_max_sync(~0u, most) >> 23;
     if constexpr (S::PLAIN) {
-      // Three numbers of 16 bits, below 8 so that fp16 has room for the last, whose sum is that
-      // of 24. 200 stands for any exponent where 255 makes the result NaN.
+      // Numbers of 16 bits, below 8 so that fp16 has room for the last, whose sum is v. 200 stands
+      // for any exponent where 255 makes the result NaN.
       const float scale = __uint_as_float((256 - (exponent < 255 ? exponent : 200)) << 23);
       v[0] *= scale;
       v[1] *= scale;
 #pragma unroll
-      for (int term = 0; term < 3; term++) {
+      for (int term = 0; term < S::TERMS; term++) {
         const u32 pair = pair_of(v[0], v[1]);
-        ((u32*)s.inputs)[(unit * 3 + term) * 32 + lane] = pair;
+        ((u32*)s.inputs)[(unit * S::TERMS + term) * 32 + lane] = pair;
         v[0] -= low_number(pair);
         v[1] -= high_number(pair);
       }
@@ -334,9 +334,10 @@ struct Product : Sizes<O> {
     __device__ __forceinline__ PlainUnit(const Shared& s, int nth_slot, int wl, int lane)
         : unit(nth_slot * SQUAD_WARPS + wl), wl(wl), lane(lane) {
       const int part = lane >> 2;
-      const uint4* from = (const uint4*)s.inputs + (unit * 3 + min(part, 2)) * 8 + (lane & 3);
+      const int term = min(part, S::TERMS - 1);
+      const uint4* from = (const uint4*)s.inputs + (unit * S::TERMS + term) * 8 + (lane & 3);
 #pragma unroll
-      for (int i = 0; i < 2; i++) x[i] = part < 3 ? from[i * 4] : uint4{0, 0, 0, 0};
+      for (int i = 0; i < 2; i++) x[i] = part < S::TERMS ? from[i * 4] : uint4{0, 0, 0, 0};
       scale = s.scale[unit];
     }
     __device__ __forceinline__ void multiply(const unsigned char* stage, float& y0,
