@@ -104,29 +104,40 @@ def exchange_kernel(
         tl.store(out + m * N + c, total.to(out.dtype.element_ty), mask=c < N)
 
 
-@functools.cache
-def communication_buffers(device: torch.device) -> tuple[Tensor, ...] | None:
-    """Each rank's buffers, int16 [BUFFERS, R, CAPACITY], which all ranks can write into; None where
-    some GPU cannot reach another's memory.
+def on_all_ranks(mine: bool) -> bool:
+    """Whether it is so on each. All ranks call it together."""
+    found = torch.tensor(float(mine))  # on the host, so that gloo sums it
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return bool(found)
+
+
+def memory_of_ranks(
+    shape: tuple[int, ...], dtype: torch.dtype, fill: int, device: torch.device
+) -> tuple[Tensor, ...] | None:
+    """A tensor of each rank, which all ranks can write into; None where some GPU cannot reach
+    another's memory.
 
     All ranks call it together, while no CUDA graph is being captured."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    shape = (BUFFERS, dist.get_world_size(), CAPACITY)
-    found = torch.zeros(1)  # on the host, so that gloo sums it
     try:
-        own = symmetric_memory.empty(shape, dtype=torch.int16, device=device).fill_(NOT_WRITTEN)
+        own = symmetric_memory.empty(shape, dtype=dtype, device=device).fill_(fill)
         handle = symmetric_memory.rendezvous(own, dist.group.WORLD)
         torch.cuda.synchronize(device)
-        found += 1
     except RuntimeError:
-        pass  # the other ranks learn it below
-    dist.all_reduce(found, dist.ReduceOp.MIN)
-    if not found:
+        own = None  # the other ranks learn it below
+    if not on_all_ranks(own is not None):
         return None
-    buffers = [handle.get_buffer(r, shape, torch.int16) for r in range(dist.get_world_size())]
-    buffers[dist.get_rank()] = own  # this reference keeps all of them alive
-    return tuple(buffers)
+    tensors = [handle.get_buffer(r, shape, dtype) for r in range(dist.get_world_size())]
+    tensors[dist.get_rank()] = own  # this reference keeps all of them alive
+    return tuple(tensors)
+
+
+@functools.cache
+def communication_buffers(device: torch.device) -> tuple[Tensor, ...] | None:
+    """Each rank's buffers, int16 [BUFFERS, R, CAPACITY], as memory_of_ranks() has them."""
+    shape = (BUFFERS, dist.get_world_size(), CAPACITY)
+    return memory_of_ranks(shape, torch.int16, NOT_WRITTEN, device)
 
 
 def one_shot(x: Tensor, residual: Tensor | None, columns: int, buffer: int) -> Tensor | None:

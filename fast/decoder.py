@@ -29,7 +29,6 @@ keeps its kernels.
 Shapes: as in model.py, and M = B x T rows.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +59,7 @@ from fast.linear import (
     norm_linear,
 )
 from fast.packed_linear import PackedLinear, packs
-from fast.step import step_of
+from fast.step import compiled, step_of
 from model import (
     Attention,
     BareNorm,
@@ -631,20 +630,10 @@ class FusedDecoder(nn.Module):
 
         def forward() -> None:
             if rows == 1 and self.one_row is not None:
-                self.try_one_row()
+                self.one_row = compiled(self.one_row)
             self(zeros, zeros)
 
         return [forward, partial(choose, logits, settings)]
-
-    def try_one_row(self) -> None:
-        """Compiles the kernel of all layers. Where that fails, or the GPU cannot hold it, layers have
-        launches of their own, and a line on stderr says why."""
-        try:
-            self.one_row.check()
-        except RuntimeError as error:
-            why = str(error).splitlines()[0]
-            print(f"a layer has launches of its own, which is slower: {why}", file=sys.stderr)
-            self.one_row = None
 
     @contextmanager
     def beside(self, functions: list[Callable]) -> Iterator[None]:

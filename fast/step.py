@@ -155,20 +155,24 @@ memory, one a lane, which a warp loads a layer ahead. Weights and caches must st
 import ctypes
 import functools
 import math
+import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, library, nn
 
 from fast import nvrtc
+from fast.collectives import memory_of_ranks, on_all_ranks
 from fast.delta import TOKENS
 from fast.experts import FusedMoE
 from fast.layout import Packed
 from fast.packed_gemv import Experts, Plain, group_in_kernel, has_gemv, row_blocks, source_of
 from fast.packed_linear import PackedLinear
 from model import BLOCK, RING, RMSNorm
+from tp import RowParallelLinear
 
 WARPS = 16  # of a program, beside the producer
 # Slots that may be on their way to a program while it waits for words and while it multiplies; of a
@@ -195,6 +199,7 @@ class Operation(NamedTuple):
     bias: Tensor | None = None
     residual: bool = False
     experts: int = 0  # how many a row takes
+    row_parallel: bool = False  # each rank has some of the inputs
 
     def constants(self) -> tuple:
         """What step.cu is compiled for."""
@@ -217,6 +222,7 @@ class Operation(NamedTuple):
                 FLOAT_NORM=self.norm is not None and self.norm.dtype == torch.float32,
                 BIAS=self.bias is not None,
                 RESIDUAL=self.residual and self.post_norm is None,
+                ROW_PARALLEL=self.row_parallel,
             ).items()
         )
 
@@ -248,6 +254,8 @@ def struct(name: str, constants: Iterable[tuple[str, int]]) -> str:
 
 
 def weight_of(layer: nn.Module, gated: int = 0) -> tuple[Packed | Plain, Tensor | None] | None:
+    if isinstance(layer, RowParallelLinear):
+        layer = layer.linear
     if type(layer) is nn.Linear:
         return Plain(layer.weight, gated), layer.bias
     return (layer.packed, layer.bias) if isinstance(layer, PackedLinear) else None
@@ -276,12 +284,13 @@ def operations(layer: nn.Module) -> list[Operation] | str:
         return "norms of two types"
     if attention.recurrent:
         mixer = attention.attn.mixer
-        found = [weight_of(mixer.w_in), weight_of(mixer.wo)]
+        first, out = mixer.w_in, mixer.wo
     else:
         attn = attention.attn.attn
-        found = [weight_of(attn.wqkv), weight_of(attn.wo)]
+        first, out = attn.wqkv, attn.wo
+    found, row_parallel = [weight_of(first), weight_of(out)], isinstance(out, RowParallelLinear)
     router = None
-    if isinstance(feed_forward.ffn, FusedMoE) and not feed_forward.ffn.parallel:
+    if isinstance(feed_forward.ffn, FusedMoE):
         part = feed_forward.ffn
         how, moe = part.how, part.moe
         n = how.n + (how.shared > 0)
@@ -303,14 +312,14 @@ def operations(layer: nn.Module) -> list[Operation] | str:
     else:
         return "a feed-forward part of another kind"
     if None in found:
-        return "products of several ranks"
+        return "products of another kind"
     (qkv, of_qkv), (wo, of_wo), (up, of_up), (down, of_down) = found
     return [
         Operation("In" if attention.recurrent else "Qkv", qkv, norms[0], bias=of_qkv),
-        Operation("Wo", wo, None, post_norms[0], of_wo, residual=True),
+        Operation("Wo", wo, None, post_norms[0], of_wo, True, row_parallel=row_parallel),
         *([router] if router else []),
         Operation("Up", up, norms[1], bias=of_up, experts=n),
-        Operation("Down", down, None, post_norms[1], of_down, residual=True, experts=n),
+        Operation("Down", down, None, post_norms[1], of_down, True, n, row_parallel),
     ]
 
 
@@ -452,9 +461,21 @@ def of_recurrent(fused: nn.Module) -> dict:
 
 class Step:
     """Of a FusedDecoder for which unsupported() is None: its layers' weights, and what its programs
-    share. `programs` of them run at once, each with `memory` bytes of shared memory."""
+    share. `programs` of them run at once, each with `memory` bytes of shared memory.
 
-    def __init__(self, decoder: nn.Module, programs: int, memory: int, warps: int = WARPS):
+    Where ranks share the model, this one is the rank-th, and parts has int64 [2, R, D] of zeros in
+    the memory of each: see sum_of_ranks() in step_base.cu."""
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        programs: int,
+        memory: int,
+        warps: int = WARPS,
+        rank: int = 0,
+        parts: tuple[Tensor, ...] = (),
+    ):
+        self.rank, self.parts, self.ranks = rank, parts, max(1, len(parts))
         layers, self.weight = decoder.layers, decoder.model.embed.weight
         self.programs, self.memory, self.warps = programs, memory, warps
         device = self.weight.device
@@ -490,6 +511,7 @@ class Step:
             torch.zeros(size, dtype=torch.int64, device=device) for size in words.values()
         ]
         self.started = torch.zeros(1, dtype=torch.int64, device=device)
+        self.places = torch.tensor([address(part) for part in parts] or [0], device=device)
         maps = [self.maps_of(layer) for layer in layers]
         self.maps = torch.tensor(maps, device=device)  # [n_layer, products and 2, 16]
         self.layers = torch.tensor(
@@ -525,7 +547,7 @@ class Step:
             # Beside these the state's rows make two numbers a column of each so many warps.
             mixing = 4 * (2 * K + 3 * V + self.warps * 64 + 3 * BLOCK + self.warps * 3 + 16)
         rest += max(attended, mixing) + self.warps * queries * 8
-        rest += 2 * E * (queries + 2) + 2304 + 12 * (experts + 32)
+        rest += 2 * E * (queries + 2) + 2304 + 8 * self.ranks + 12 * (experts + 32)
         if self.moe:
             rest += 8 * math.ceil(experts / 32) * (self.moe.how.n + 3)
         if self.post_norms:
@@ -612,6 +634,8 @@ class Step:
             SHARED=self.moe.how.shared if self.moe else 0,
             RECURRENT=self.delta is not None,
             NORMALIZE=self.moe.how.normalize if self.moe else 0,
+            RANK=self.rank,
+            RANKS=self.ranks,
             WARPS=self.warps,
             PROGRAMS=self.programs,
             MEMORY=self.memory,
@@ -647,7 +671,7 @@ class Step:
         scales = self.fused.attn.scale, moe.how.scale if moe else 1
         numbers = map(float, (self.eps, self.fused.eps, *scales, *(clamp or (0, 0))))
         out = torch.empty_like(x)
-        return [x, positions, out, self.layers, self.started, *self.words, *numbers]
+        return [x, positions, out, self.layers, self.started, *self.words, self.places, *numbers]
 
     @functools.cached_property
     def kernel(self) -> ctypes.c_void_p:
@@ -674,15 +698,43 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def compiled(step: Step) -> Step | None:
+    """The step, once its kernel is compiled. None, and a line on stderr that says why, where that
+    fails, or the GPU cannot hold it."""
+    try:
+        step.check()
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        print(f"a layer has launches of its own, which is slower: {why}", file=sys.stderr)
+        return None
+    return step
+
+
 def step_of(decoder: nn.Module) -> Step | None:
-    """The step of this decoder, if its layers need no launches of their own."""
+    """The step of this decoder, if its layers need no launches of their own. Where ranks share the
+    layers, all call this together, and all have a step, which is compiled, or none has one: a rank
+    with launches would wait for one without."""
     device = decoder.model.embed.weight.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return None
-    if not has_gemv(device) or why_launches(decoder):
-        return None
     of = torch.cuda.get_device_properties(device)
-    step = Step(decoder, of.multi_processor_count, of.shared_memory_per_block_optin)
+    sizes = of.multi_processor_count, of.shared_memory_per_block_optin
+    serves = has_gemv(device) and not why_launches(decoder)
+    if not any(isinstance(part, RowParallelLinear) for part in decoder.modules()):
+        return with_ring(Step(decoder, *sizes)) if serves else None
+    if not on_all_ranks(serves):
+        return None
+    shape = 2, dist.get_world_size(), decoder.model.config.dim
+    parts = memory_of_ranks(shape, torch.int64, 0, device)
+    if parts is None:
+        return None
+    step = with_ring(Step(decoder, *sizes, rank=dist.get_rank(), parts=parts))
+    step = step and compiled(step)
+    return step if on_all_ranks(step is not None) else None
+
+
+def with_ring(step: Step) -> Step | None:
+    """The step, if its ring has room in shared memory."""
     return step if step.stages() >= LEAST_STAGES else None
 
 

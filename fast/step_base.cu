@@ -1,7 +1,8 @@
 // What the pieces of step.cu share: words, a layer's numbers, sizes of products, a program's memory.
 // In front of it stands common.cu, and in front of that the table that step.py writes: BF16, D,
 // LAYERS, HEADS, KV_HEADS, HEAD_DIM, TURNED, OUTPUT_GATE, QK_NORM, FLOAT_QK_NORM, SINKS, POST_NORMS,
-// CHOSEN, SHARED, NORMALIZE, RECURRENT, WARPS, PROGRAMS, MEMORY, IN_FLIGHT, IN_FLIGHT_WAITING, TRIES,
+// CHOSEN, SHARED, NORMALIZE, RECURRENT, RANK, RANKS, WARPS, PROGRAMS, MEMORY, IN_FLIGHT,
+// IN_FLIGHT_WAITING, TRIES,
 // and a struct for each product: Qkv, Wo, Up, Down, of a mixture RouterOp and, if RECURRENT (some
 // layers are recurrent), In and Delta, which is the mixer's.
 
@@ -31,6 +32,15 @@ __device__ __forceinline__ void peek_two(const u64* p, u64 (&y)[2]) {
 }
 __device__ __forceinline__ void poke(u64* p, u64 y) {
   asm volatile("st.relaxed.gpu.b64 [%0], %1;" ::"l"(p), "l"(y) : "memory");
+}
+// The same of words that one GPU of the host writes and another one reads.
+__device__ __forceinline__ u64 peek_across(const u64* p) {
+  u64 y;
+  asm volatile("ld.relaxed.sys.b64 %0, [%1];" : "=l"(y) : "l"(p) : "memory");
+  return y;
+}
+__device__ __forceinline__ void poke_across(u64* p, u64 y) {
+  asm volatile("st.relaxed.sys.b64 [%0], %1;" ::"l"(p), "l"(y) : "memory");
 }
 __device__ __forceinline__ void expect_and_arrive(u64* b, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address(b)), "r"(bytes)
@@ -129,21 +139,28 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
 // layer and step, so that a word tells by itself whether it is there: no fence, nothing to clear.
 __device__ __forceinline__ u64 word_of(u32 value, u32 tag) { return (u64)tag << 32 | value; }
 
+// Who waits for a word that does not come ends all, unless there are several ranks: one of them may
+// begin a step at any time later, as when nobody reads what it prints; torchrun ends all with one.
+__device__ __forceinline__ void give_up_after(int tries) {
+  if (RANKS == 1 && tries > TRIES) give_up();
+}
+
 // Waits for words at p + at[i] with this tag, and keeps their values. All lanes of a warp call this
 // together; at[i] < 0: this lane wants none. What never comes ends in a trap, after which the process
-// can use the GPU no longer.
-template <int N>
+// can use the GPU no longer. ACROSS: other ranks write
+// them.
+template <bool ACROSS = false, int N>
 __device__ __forceinline__ void await(u32 (&values)[N], const u64* p, const int (&at)[N], u32 tag) {
   for (int tries = 0;; tries++) {
     bool there = true;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      const u64 word = at[i] < 0 ? word_of(0, tag) : peek(p + at[i]);
+      const u64 word = at[i] < 0 ? word_of(0, tag) : ACROSS ? peek_across(p + at[i]) : peek(p + at[i]);
       values[i] = (u32)word;
       there &= (u32)(word >> 32) == tag;
     }
     if (all_there(there)) return;
-    if (tries > TRIES) give_up();
+    give_up_after(tries);
   }
 }
 
@@ -195,7 +212,8 @@ constexpr int divisor(int x, int y) { return y ? divisor(y, x % y) : x; }  // th
 
 // What follows from a product's struct O: BITS, E2M1, K, N (of its outputs), GROUP (0: one a row),
 // PARTS (groups of a block, each with a scale), FLOAT_SCALES, GATED (1: SiLU, 2: GELU by tanh, 3:
-// MoEConfig.clamp's), EXPERTS, NORM (before it), FLOAT_NORM, BIAS and RESIDUAL.
+// MoEConfig.clamp's), EXPERTS, NORM (before it), FLOAT_NORM, BIAS, RESIDUAL and ROW_PARALLEL (each
+// rank has some of the inputs).
 //
 // As in gemv.cu a block is 1 KiB of 16 rows, BLOCK inputs wide, and a chunk has the scales of 16
 // rows for PER_CHUNK blocks. A unit is two blocks, what a warp multiplies at once. SUMMED is Down
@@ -347,6 +365,7 @@ struct Shared {
   volatile int streaming;  // whether this program's warps multiply
   u64 full[32], empty[32], chosen;
   volatile int held[32];  // of each place of the ring, the number of the slot that has it
+  u64* parts[RANKS];         // in each rank's memory: see sum_of_ranks()
   u64 fields[2][2][FIELDS];  // the producer's, and the others'; of layers with even and odd numbers
 };
 constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
@@ -377,4 +396,28 @@ struct Program {  // as a warp sees it
 __device__ __forceinline__ int share_of(int all) {
   const int n = blockIdx.x;
   return n < all ? (all - 1 - n) / PROGRAMS + 1 : 0;
+}
+
+// Of a product that each rank has some inputs of, output n: the sum of all ranks' y, added in the
+// ranks' order, so that all get the same bits. What a rank sends are words in the memory of whom it
+// sends them to, [2, RANKS, D]: of Wo and of Down, of each sender. A rank sends Wo's of the next layer
+// when it has read Down's of this one, which the receiver sent after it had read Wo's: so none is
+// written over too early. Lanes 0 to 15 have an output each; what the others get is not used.
+__device__ __forceinline__ float sum_of_ranks(const Program& p, bool of_down, int n, float y,
+                                              u32 tag) {
+  const auto place = [&](int rank) { return (of_down * RANKS + rank) * D + n; };
+  const bool there = p.lane < 16 && n < D;
+  u64* const* memory = p.s->parts;
+#pragma unroll
+  for (int i = 1; i < RANKS; i++)
+    if (there) poke_across(memory[(RANK + i) % RANKS] + place(RANK), word_of(__float_as_uint(y), tag));
+  u32 parts[RANKS];
+  int at[RANKS];
+#pragma unroll
+  for (int r = 0; r < RANKS; r++) at[r] = there && r != RANK ? place(r) : -1;
+  await<true>(parts, memory[RANK], at, tag);
+  float sum = 0;
+#pragma unroll
+  for (int r = 0; r < RANKS; r++) sum += r == RANK ? y : __uint_as_float(parts[r]);
+  return sum;
 }

@@ -91,7 +91,7 @@ struct Product : Sizes<O> {
 #pragma unroll
       for (int n = 0; n < N; n++) there &= ask_for(pairs[n], x, unit(n), lane, tag);
       if (all_there(there)) return;
-      if (tries > TRIES) give_up();
+      give_up_after(tries);
     }
   }
 
@@ -440,6 +440,7 @@ struct Product : Sizes<O> {
           y += number(bias[(O::EXPERTS ? s.experts[i] : 0) * (O::GATED ? 2 : 1) * O::N + row]) *
                (S::SUMMED ? s.weights[i] : 1);
     }
+    if constexpr (O::ROW_PARALLEL) y = sum_of_ranks(p, field == DOWN * PER_PRODUCT, n, y, tag);
     if (O::RESIDUAL) {
       y = number(rounded(y + s.residual[t][r]));
       __syncwarp();

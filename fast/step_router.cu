@@ -96,7 +96,7 @@ __device__ __forceinline__ float await_sum(Program& p, const u64* sums, int n, u
       const long long sum = (long long)grown >> COUNT_BITS;
       return sum < 1ll << BAD_BIT - 1 ? (float)sum : __uint_as_float(0x7fc00000);
     }
-    if (tries > TRIES) give_up();
+    give_up_after(tries);
   }
 }
 

@@ -57,6 +57,10 @@ CPU, F32 = torch.device("cpu"), torch.float32
 on_each_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
+ON_GPUS = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+)
 of_each_family = pytest.mark.parametrize("family", FAMILIES)
 GREEDY = Sampling(temperature=0)
 ENGINES = {

@@ -35,6 +35,7 @@ from helpers import (
     GOLDEN,
     MUSE,
     LATENT,
+    ON_GPUS,
     RECURRENT,
     RECURRENT_MOE,
     ROOT,
@@ -268,10 +269,6 @@ for cases, kinds in ((CASES, EXCHANGES), (GPU_CASES, GPU_EXCHANGES)):
         {f"{dtype} {fused}": ("exchange", dict(dtype=dtype, fused=fused)) for dtype, fused in kinds}
     )
 GPU_CASES |= {name: (name, {}) for name in ("graph", "capacity")}
-ON_GPUS = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
-)
 
 
 def run_ranks(directory: Path, kind: str, cases: dict, ranks: int = 2) -> list[dict]:

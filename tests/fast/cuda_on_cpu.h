@@ -265,6 +265,8 @@ inline unsigned long long peek(const unsigned long long* p) {
 inline void poke(unsigned long long* p, unsigned long long y) {
   std::atomic_ref(*p).store(y, std::memory_order_relaxed);
 }
+inline unsigned long long peek_across(const unsigned long long* p) { return peek(p); }
+inline void poke_across(unsigned long long* p, unsigned long long y) { poke(p, y); }
 inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long y) {
   return std::atomic_ref(*p).fetch_add(y);
 }
@@ -363,16 +365,17 @@ typedef const unsigned char* Bytes;
 #ifdef STEP
 typedef unsigned long long* Words;
 extern "C" void whole_step(Numbers, const long long*, unsigned short*, const unsigned long long*,
-                           Words, Words, Words, Words, Words, Words, Words, Words, float, float,
+                           Words, Words, Words, Words, Words, Words, Words, Words,
+                           const unsigned long long*, float, float,
                            float, float, float, float);
 extern "C" bool run(int programs, int threads, int shared_bytes, Numbers x,
                     const long long* positions, unsigned short* y, const unsigned long long* layers,
                     Words started, Words qkv, Words split_sums, Words attended, Words middle,
-                    Words logits, Words gated, Words ends, float eps, float qk_eps, float scale,
+                    Words logits, Words gated, Words ends, const unsigned long long* parts, float eps, float qk_eps, float scale,
                     float expert_scale, float limit, float alpha) {
   return run_programs(programs, threads, shared_bytes, [=] {
     whole_step(x, positions, y, layers, started, qkv, split_sums, attended, middle, logits, gated, ends,
-               eps, qk_eps, scale, expert_scale, limit, alpha);
+               parts, eps, qk_eps, scale, expert_scale, limit, alpha);
   });
 }
 #elif defined(FEW)
