@@ -15,7 +15,7 @@ from torch import Tensor
 from cli.errors import run as run_rank
 from fast import use_kernels
 from fast.decoder import install_kernels
-from fast.step import Step
+from fast.step import Step, why_launches
 from gemv_on_cpu import step_on_cpu
 from helpers import CPU, load_checkpoint
 from hub.vet import find_device
@@ -56,6 +56,7 @@ def steps(team: Team, device: torch.device, directory: Path, case: str) -> list[
         fill_rings(decoder, 0)
     else:
         decoder = use_kernels(model).decoder
+        assert why_launches(decoder) is None
         fill_rings(decoder, 0)
         parts = parts_of_ranks(directory, team, exact.config.dim)
         step = Step(decoder, programs, 232_448, 8, team.rank, parts)

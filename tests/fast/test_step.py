@@ -170,7 +170,6 @@ SHARED_CASES = {
         | dict(
             shared_expert_intermediate_size=128,
             linear_num_key_heads=2,
-            linear_num_value_heads=4,
         ),
         "int4",
         64,
