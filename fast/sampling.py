@@ -85,6 +85,14 @@ def sortable_key(logits):
 
 
 @jit
+def place_of(key):
+    """Where a row's counts have a key. Logits are alike, and additions to places of one sector of the
+    L2 cache wait for each other: so neighbours are 1 KB apart. Counting 248,320 logits takes an H200
+    4.6 us; where neighbours lay side by side it took 27."""
+    return (key & 255) * 256 + (key >> 8)
+
+
+@jit
 def kth_largest(counts, k):
     """counts [256] of the values 0 .. 255 -> the k-th largest value, and how many values are
     larger."""
@@ -103,8 +111,8 @@ def logit_of(key, dtype: constexpr):
 
 @jit
 def count_kernel(logits, counts, V, BV: constexpr, PDL: constexpr):
-    """Program (row, block of BV logits): adds its block to counts [R, 65536 + 256], of keys and,
-    behind these, of their high bytes."""
+    """Program (row, block of BV logits): adds its block to counts [R, 65536 + 256], of keys, as
+    place_of() has them, and, behind these, of their high bytes."""
     row = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
@@ -115,7 +123,7 @@ def count_kernel(logits, counts, V, BV: constexpr, PDL: constexpr):
     key = tl.where(exact == exact, sortable_key(x), 0xFFFF)
     counts += row.to(tl.int64) * (65536 + 256)
     counted = x != float("-inf")  # the others' probability is 0, and they may be many
-    tl.atomic_add(counts + key, 1, mask=counted, sem="relaxed")
+    tl.atomic_add(counts + place_of(key), 1, mask=counted, sem="relaxed")
     found = tl.histogram(key >> 8, 256, mask=counted)
     bins = tl.arange(0, 256)
     tl.atomic_add(counts + 65536 + bins, found, mask=found > 0, sem="relaxed")
@@ -131,7 +139,7 @@ def rows_of(counts, coarse, rank, chunk, ROWS: constexpr):
     high = tl.sum(tl.where(is_nth, bins[None, :], 0), 1)
     there = tl.sum(is_nth.to(tl.int32), 1) > 0
     key = high[:, None] * 256 + bins[None, :]
-    return key, tl.load(counts + key, mask=there[:, None], other=0)
+    return key, tl.load(counts + place_of(key), mask=there[:, None], other=0)
 
 
 @jit
@@ -189,12 +197,12 @@ def cut_kernel(logits, settings, counts, cuts, V, ROWS: constexpr, PDL: constexp
     n = tl.sum(some)
     rank = n - tl.cumsum(some)
     high = tl.max(some * bins)
-    low = tl.max(tl.where(tl.load(counts + high * 256 + bins) > 0, bins, 0))
+    low = tl.max(tl.where(tl.load(counts + place_of(high * 256 + bins)) > 0, bins, 0))
     peak = logit_of(high * 256 + low, dtype)
     floor = high * 0
     if top_k > 0:
         high, larger = kth_largest(coarse, top_k)
-        low, _ = kth_largest(tl.load(counts + high * 256 + bins), top_k - larger)
+        low, _ = kth_largest(tl.load(counts + place_of(high * 256 + bins)), top_k - larger)
         floor = high * 256 + low
     least = tl.where(top_p < 1, 0.0, min_p)
     raw = tl.zeros((ROWS, 256), tl.float32)

@@ -202,7 +202,8 @@ def loaded(
             layer.attn.sinks.data = torch.tensor([7, -4, 6, 5]).to(BF16)
         for name, part in layer.attn.cache.named_buffers():
             part.normal_(std=8 if name == "v" else 1)
-    return model.to(device), in_float64(model), position, programs
+    exact = in_float64(model)
+    return model.to(device), exact, position, programs
 
 
 def with_clearer_routers(model: Transformer) -> None:
