@@ -83,6 +83,11 @@ A squad takes every slot or every second, and the ring is long enough for that (
 A warp of attention takes up to every eighth slot, and asks first which slot a place has
 (Shared::held).
 
+Where ranks of one host share a model, each runs the step of its part. Of Wo and Down each has some of
+the inputs: a program sends what its tiles give to the other ranks' programs with the same tiles, as
+words in the memory of their GPUs, and adds what these send to it, in the ranks' order. From there on
+all is as if a rank had all inputs (sum_of_ranks() in step_base.cu).
+
 Measured on an H200, 2026-11-28 and 29, the way of scripts/benchmark_step.py: us a layer, of the
 first 12 (8 of Qwen3-30B-A3B and Qwen3.5-35B-A3B in bf16 and of Qwen3.5-4B, 6 of 7B, 8B and 12B, 4 of
 7B in bf16, all 30 of SmolLM2-135M), int4 in groups of 128, with so many tokens in the cache. b: at
@@ -93,15 +98,18 @@ another one:
     Qwen3-30B-A3B, int4    200        28.0    20.0    a94d5d7
                          2,000        32.3    22.3    a94d5d7
                          8,000        39.0    24.8    b
-                        32,000        49.3    38.9    b, =
+                        33,000        50.7    39.4    b1677b5, =
+                       130,000        93.4    90.7    b1677b5, =
     Qwen3-30B-A3B, bf16    200        47.1    38.4    f2267be
     Qwen3-30B-A3B, int8    200        32.3    28.0    before b
     Qwen3.5-35B-A3B, int4  200        33.5    22.8    a94d5d7
                          2,000        36.1    23.7    a94d5d7
+                        33,000        43.8    30.9    b1677b5, =
+                       130,000        60.6    52.1    b1677b5, =
     Qwen3.5-35B-A3B, bf16  200        55.3    45.6    before a94d5d7, =
     Qwen3.5-4B, int4       200        31.8    29.3    before a94d5d7, =
     Qwen3.5-4B, bf16       200        70.5    71.5    before a94d5d7, =
-    gpt-oss-20b, MXFP4     200        47.2    50.2    before b
+    gpt-oss-20b, MXFP4     200        46.5    52.3    b1677b5, =
     SmolLM2-135M, bf16     200        12.2    10.3    b, =
     Llama-3.2-1B, bf16     200        39.6    35.8    b
                          8,000        43.9    40.4    before b
@@ -115,7 +123,8 @@ another one:
                          8,000        67.3    65.3    b
          in groups of 32   200        40.7    39.0    b, =
     Llama-3.1-8B, int4   8,000        47.3    45.0    b
-                        32,000        69.9    69.6    b
+                        33,000        70.6    70.3    b1677b5, =
+                       130,000       156.8   164.9    b1677b5, =
     Llama-2-7B, int8       200        54.1    56.2    b
     Llama-2-7B, bf16       200       103.5   107.4    b
 
@@ -179,9 +188,9 @@ WARPS = 16  # of a program, beside the producer
 # mixture's small products, all the time.
 IN_FLIGHT, IN_FLIGHT_SMALL = (1, 3), (2, 2)
 TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the kernel traps
-# What was measured: slots of a cache, and bytes of a dense layer's weights, in which launches were as
-# fast from 200 MB on.
-LONGEST, LARGEST_DENSE = 33_000, 128 << 20
+# Up to where one launch was found to be as fast, or was measured: slots of a cache, of dense models
+# and of mixtures, and bytes of a dense layer's weights.
+LONGEST, LONGEST_OF_EXPERTS, LARGEST_DENSE = 33_000, 132_000, 128 << 20
 LEAST_STAGES = 4 + IN_FLIGHT[1]  # of the ring, for two squads of eight warps
 LARGEST_SPLITS, COPIES = 32, 4  # of step_base.cu and step_router.cu
 FIELDS = 32  # of a layer
@@ -339,11 +348,15 @@ def why_slower(decoder: nn.Module) -> str | None:
     weights = [operation.w for operation in operations(first)]
     if any(w.kind == "mxfp4" for w in weights):
         return "mxfp4 weights"
-    if not first.feed_forward.experts and sum(map(bytes_of, weights)) > LARGEST_DENSE:
+    if any(operation.row_parallel for operation in operations(first)):
+        return "ranks that share the layers"
+    experts = first.feed_forward.experts
+    if not experts and sum(map(bytes_of, weights)) > LARGEST_DENSE:
         return f"a dense layer of more than {LARGEST_DENSE >> 20} MiB"
     halves = [layer.attention for layer in decoder.layers if layer.attention.fused]
-    if max(half.attn.cache.k.shape[2] for half in halves) > LONGEST:
-        return f"a cache of more than {LONGEST:,} slots"
+    longest = LONGEST_OF_EXPERTS if experts else LONGEST
+    if max(half.attn.cache.k.shape[2] for half in halves) > longest:
+        return f"a cache of more than {longest:,} slots"
     return None
 
 

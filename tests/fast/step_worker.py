@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cli.errors import run as run_rank
 from fast import use_kernels
-from fast.decoder import install_kernels
-from fast.step import Step, why_launches
+from fast.collectives import memory_of_ranks
+from fast.step import WARPS, Step, unsupported
 from gemv_on_cpu import step_on_cpu
 from helpers import CPU, load_checkpoint
 from hub.vet import find_device
@@ -30,8 +30,12 @@ from test_step import (
 from tp import Team, join, splitter
 
 
-def parts_of_ranks(directory: Path, team: Team, dim: int) -> tuple[Tensor, ...]:
-    """In files that all ranks have in their memory."""
+def parts_of_ranks(
+    directory: Path, team: Team, dim: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Of CPUs in files that all ranks have in their memory."""
+    if device.type == "cuda":
+        return memory_of_ranks((2, team.ranks, dim), torch.int64, 0, device)
     paths = [str(directory / f"parts.{rank}") for rank in range(team.ranks)]
     size = 2 * team.ranks * dim
     parts = [torch.from_file(path, True, size, dtype=torch.int64) for path in paths]
@@ -49,17 +53,14 @@ def steps(team: Team, device: torch.device, directory: Path, case: str) -> list[
         with_clearer_routers(whole_or_part)
         whole_or_part.setup(16, 1)
     exact = in_float64(exact)
+    decoder, sizes = use_kernels(model).decoder, (programs, 232_448, 8)
     if device.type == "cuda":
-        decoder = install_kernels(model)
-        step = decoder.one_row
-        assert step is not None and step.ranks == team.ranks
-        fill_rings(decoder, 0)
-    else:
-        decoder = use_kernels(model).decoder
-        assert why_launches(decoder) is None
-        fill_rings(decoder, 0)
-        parts = parts_of_ranks(directory, team, exact.config.dim)
-        step = Step(decoder, programs, 232_448, 8, team.rank, parts)
+        of = torch.cuda.get_device_properties(device)
+        sizes = of.multi_processor_count, of.shared_memory_per_block_optin, WARPS
+    assert unsupported(decoder) is None
+    fill_rings(decoder, 0)
+    parts = parts_of_ranks(directory, team, exact.config.dim, device)
+    step = Step(decoder, *sizes, team.rank, parts)
     own, found = directory / str(team.rank), []
     own.mkdir()
     torch.manual_seed(7)

@@ -485,7 +485,15 @@ def test_tags_begin_anew_before_they_are_too_large(tmp_path):
     "kind, changes, quantize, sizes, reason",
     [
         ("qwen3_moe", EXPERTS, "int4", {}, None),
-        ("qwen3_moe", EXPERTS, "int4", LONG_CACHE, "a cache of more than 33,000 slots"),
+        ("qwen3", {}, "int4", LONG_CACHE, "a cache of more than 33,000 slots"),
+        ("qwen3_moe", EXPERTS, "int4", LONG_CACHE, None),
+        (
+            "qwen3_moe",
+            EXPERTS,
+            "int4",
+            dict(max_seq_len=132_001),
+            "a cache of more than 132,000 slots",
+        ),
         ("qwen3_moe", EXPERTS, None, {}, None),
         ("gpt_oss", EXPERTS | dict(intermediate_size=96), None, {}, "16-bit weights of 96 inputs"),
         ("qwen3", {}, "int4", {}, None),
