@@ -10,7 +10,6 @@ from drafts import open_draft
 from fast.decoder import install_kernels, plain_halves
 from helpers import (
     ENGINES,
-    SHAPE,
     add_mtp,
     load_checkpoint,
     make,

@@ -4,11 +4,12 @@ threads is a thread, and all programs run at once.
 """
 
 import faulthandler
+import functools
 import os
 import signal
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cache, partial
+from functools import partial
 from threading import Thread
 from unittest.mock import MagicMock
 
@@ -363,7 +364,7 @@ def test_recurrent_layers_token_by_token(tmp_path, case, device):
 def of_two_ranks(tmp_path_factory) -> Callable:
     """What each rank gave for a case, on a device."""
 
-    @cache
+    @functools.cache
     def run_all(device: str) -> list[dict]:
         directory = tmp_path_factory.mktemp(device)
         cases = [case for case in SHARED_CASES if device == "cuda" or case not in SLOW_SHARED]
