@@ -129,13 +129,22 @@ struct Producer {
       const Task task(n, splits, position);
 #pragma unroll 1
       for (int row = task.begin; row < task.end; row += CACHE_ROWS) {
-        const int at = begin(KEY_BYTES + splits.slices * VALUE_BYTES), slice = p.lane - 1;
+        const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32), first = row / 4 * 4;
+        const int boxes = INT8_CACHE ? 1 : splits.slices;  // of values
+        const int scale_bytes = INT8_CACHE ? 4 * min(SLOT_SCALES, length - first) : 0;
+        const int at = begin(KEY_BYTES + boxes * VALUE_BYTES + 2 * scale_bytes);
         u64* full = &p.s->full[at % STAGES];
+        const int nth = p.lane - 1;
         if (p.lane == 0)
           copy_box(p.slot(at), layer.at<void>(K_MAP), row, task.kv, 0, full);
-        else if (slice < splits.slices)
-          copy_box(p.slot(at) + KEY_BYTES + slice * VALUE_BYTES, layer.at<void>(V_MAP), row, task.kv,
-                   task.slice + slice, full);
+        else if (nth < boxes)
+          copy_box(p.slot(at) + KEY_BYTES + nth * VALUE_BYTES, layer.at<void>(V_MAP), row, task.kv,
+                   (INT8_CACHE ? task.slice / 2 : task.slice) + nth, full);
+        else if (INT8_CACHE && nth < boxes + 2)
+          copy(p.slot(at) + KEY_BYTES + VALUE_BYTES + (nth - boxes) * SLOT_SCALES * 4,
+               layer.at<float>(nth == boxes ? K_SCALES : V_SCALES) + (long long)task.kv * length +
+                   first,
+               scale_bytes, full);
         __syncwarp();
       }
     }

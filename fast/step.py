@@ -424,8 +424,11 @@ def unsupported_of_attention(fused: nn.Module) -> str | None:
         return f"heads of {attn.head_dim} of which {turned} turn"
     if attn.sizes[0] > 8 * attn.sizes[1]:
         return f"{attn.sizes[0] // attn.sizes[1]} queries of a key"
-    if cache.k_scale is not None or cache.v_scale is not None:
-        return "an int8 cache"
+    int8 = cache.k_scale is not None
+    if int8 != (cache.v_scale is not None):
+        return "keys or values alone in int8"
+    if int8 and (attn.head_dim < 128 or cache.dtype != torch.bfloat16 or cache.k.shape[2] % 4):
+        return "an int8 cache of heads of 64, in fp16, or of slots that are no multiple of four"
     if cache.k.shape != cache.v.shape:
         return "values of another size than keys"
     norm = attn.q_norm
@@ -442,6 +445,7 @@ def of_attention(fused: nn.Module) -> dict:
     turned = 2 * len(attn.rope.frequencies)
     return dict(
         attention=(attn.sizes, attn.head_dim, attn.scale, attn.sinks is None, fused.gated),
+        int8=fused.cache.k_scale is not None,
         norm_of_heads=None if norm is None else norm.dtype,
         eps_of_heads=fused.eps,
     ) | (dict(turned=turned) if turned else {})
@@ -571,7 +575,7 @@ class Step:
         """What step.cu copies boxes of: each product's weight [X, N, K], if it has 16 bits, and the
         caches of keys and values [K, L, E]. A row of a box is 64 numbers; of weights it has 16 rows
         or, of gated ones, 8 of both halves, and a slot's units or, of experts whose rows are added,
-        as many as divide a row; of keys all columns of 4096 / E slots, of values 64."""
+        as many as divide a row; of keys all columns of 4096 / E slots, of values 64. Two codes of an int8 cache count as a number."""
         maps = []
         for operation in operations(layer):
             w = operation.w
@@ -589,10 +593,11 @@ class Step:
             return [*maps, [0] * 16, [0] * 16]
         cache = layer.attention.attn.cache
         _, K, L, E = cache.k.shape
-        rows, parts = 4096 // E, E // 64
-        head = 2 * L * E
-        keys = (64, L, parts, K, 1), (2 * E, 128, head, head), (64, rows, parts, 1, 1)
-        values = (64, L, 1, K, parts), (2 * E, head, head, 128), (64, rows, 1, 1, 1)
+        rows = 4096 // E
+        row = E * cache.k.itemsize
+        parts, head = row // 128, L * row
+        keys = (64, L, parts, K, 1), (row, 128, head, head), (64, rows, parts, 1, 1)
+        values = (64, L, 1, K, parts), (row, head, head, 128), (64, rows, 1, 1, 1)
         return [*maps, nvrtc.tensor_map(cache.k, *keys), nvrtc.tensor_map(cache.v, *values)]
 
     def fields(self, layer: nn.Module, maps: Tensor) -> list[int]:
@@ -620,7 +625,7 @@ class Step:
         tensors = cache.k, cache.v, *norms, attn.sinks, table.cos, table.sin
         found[20:27] = map(address, tensors)
         found[27] = cache.k.shape[2] << 32 | (fused.window or 0)
-        found[28:30] = map(address, maps[-2:])
+        found[28:] = map(address, (*maps[-2:], cache.k_scale, cache.v_scale))
         return found
 
     def constants(self) -> dict[str, int]:
@@ -637,6 +642,7 @@ class Step:
             HEADS=heads,
             KV_HEADS=kv_heads,
             HEAD_DIM=attn.head_dim,
+            INT8_CACHE=self.fused.cache.k_scale is not None,
             TURNED=self.turned,
             OUTPUT_GATE=self.fused.gated,
             QK_NORM=norm is not None,

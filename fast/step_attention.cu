@@ -115,6 +115,22 @@ __device__ __forceinline__ void put_head(u16* to, const float (&x)[LANE_ELEMENTS
     ((u32*)to)[(lane * LANE_ELEMENTS + i) / 2] = pair_of(x[i], x[i + 1]);
 }
 
+// As model.to_int8(): the codes of a key or value, and its scale.
+__device__ __forceinline__ float put_codes(unsigned char* to, const float (&x)[LANE_ELEMENTS],
+                                           int lane) {
+  float y[LANE_ELEMENTS], most = 0;
+#pragma unroll
+  for (int i = 0; i < LANE_ELEMENTS; i++) {
+    y[i] = number(rounded(x[i]));
+    most = fmaxf(most, fabsf(y[i]));
+  }
+  const float scale = all_lanes(most, larger) / 127, by = fmaxf(scale, 1e-30f);
+#pragma unroll
+  for (int i = 0; i < LANE_ELEMENTS; i++)
+    to[lane * LANE_ELEMENTS + i] = (unsigned char)__float2int_rn(y[i] / by);
+  return scale;
+}
+
 // Attention of a kv head's queries over one split: words of `out`, or, of several splits,
 // `split_sums`: [HEADS, LARGEST_SPLITS, HEAD_DIM + 2] of fp32 sums, largest score and total. Each warp
 // has every WARPS-th 16 positions and one slice of the values or, where a task has two, every second
@@ -139,12 +155,20 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
                               : FIRST_KEY + (is_key ? 0 : KV_HEADS) + kv;
     await_head(x, qkv, head, tag, lane);
     if (is_query || is_key) turn(x, eps, lane);
-    put_head(is_query ? s.q[i] : is_key ? s.k : s.v, x, lane);
-    if (!is_query && task.slice == 0) {
-      const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32);  // slots of the cache
-      put_head(layer.at<u16>(is_key ? K_CACHE : V_CACHE) +
-                   ((long long)kv * length + position) * HEAD_DIM,
-               x, lane);
+    const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32);  // slots of the cache
+    const long long slot = (long long)kv * length + position;
+    u16* const here = is_query ? s.q[i] : is_key ? s.k : s.v;
+    const int cache = is_key ? K_CACHE : V_CACHE;
+    if (INT8_CACHE && !is_query) {
+      const float of_new = put_codes((unsigned char*)here, x, lane);
+      s.new_scales[!is_key] = of_new;
+      if (task.slice == 0) {
+        put_codes(layer.at<unsigned char>(cache) + slot * HEAD_DIM, x, lane);
+        layer.at<float>(is_key ? K_SCALES : V_SCALES)[slot] = of_new;
+      }
+    } else {
+      put_head(here, x, lane);
+      if (!is_query && task.slice == 0) put_head(layer.at<u16>(cache) + slot * HEAD_DIM, x, lane);
     }
   }
   meet();
@@ -169,7 +193,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
     // g and g + 8. Behind the last slot the last is read again, and masked below.
     const unsigned char* box = p.slot(at);
     const unsigned char* keys = is_new ? (const unsigned char*)s.k : box;
-    const int bytes = is_new ? COLUMNS * 2 : CACHE_ROWS * 128;  // between 64 columns and the next
+    const int bytes = is_new ? 128 : CACHE_ROWS * 128;  // between 128 bytes of a row and the next
     const int row = is_new ? 0 : tile % SLOT_TILES * 16;
     const int rows[2] = {row + min(far_apart(g), last), row + min(far_apart(g) + 8, last)};
     float c[4] = {}, d[4] = {};  // of query 2 t + i % 2 and slot g + i / 2 * 8
@@ -178,19 +202,31 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
     for (int i = 0; i < LANE_ELEMENTS; i++) {
       // Both operands have their elements in the same other order, which a sum does not see.
       const uint4 q = *(const uint4*)(query + 32 * i + 8 * t);
-      const uint4 k0 = part_of(keys + i / 2 * bytes, rows[0], i * 4 + t);
-      const uint4 k1 = part_of(keys + i / 2 * bytes, rows[1], i * 4 + t);
+      const uint4 k0 = eight_of(keys, bytes, rows[0], i * 4 + t);
+      const uint4 k1 = eight_of(keys, bytes, rows[1], i * 4 + t);
       mma(c, {k0.x, k1.x, k0.y, k1.y}, q.x, q.y);
       mma(d, {k0.z, k1.z, k0.w, k1.w}, q.z, q.w);
     }
-    // Columns 8 g to 8 g + 7 of the values of rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+    // Columns 8 g to 8 g + 7 of the values of rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. A slot has the
+    // task's slices alone, s.v has all.
+    const int first_box = INT8_CACHE ? task.slice / 2 : task.slice;
     const unsigned char* values =
-        is_new ? (const unsigned char*)(s.v + (task.slice + nth_slice) * COLUMNS)
-               : box + KEY_BYTES + nth_slice * VALUE_BYTES;
+        is_new ? (const unsigned char*)s.v + first_box * 128 : box + KEY_BYTES;
+    const int nth_eight = 8 * (INT8_CACHE ? (task.slice + nth_slice) % 2 : nth_slice) + g;
     uint4 value[4];
 #pragma unroll
     for (int j = 0; j < 4; j++)
-      value[j] = part_of(values, row + min(j / 2 * 8 + far_apart(2 * t + j % 2), last), g);
+      value[j] = eight_of(values, bytes, row + min(j / 2 * 8 + far_apart(2 * t + j % 2), last),
+                          nth_eight);
+    float k_scale[2] = {1, 1}, v_scale[2] = {1, 1};  // of rows[0] and rows[1]
+    if (INT8_CACHE) {
+      const float* of_slot = (const float*)(box + KEY_BYTES + VALUE_BYTES) + task.begin % 4;
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        k_scale[j] = is_new ? s.new_scales[0] : of_slot[rows[j]];
+        v_scale[j] = is_new ? s.new_scales[1] : of_slot[SLOT_SCALES + rows[j]];
+      }
+    }
     if (!is_new) {
       __syncwarp();
       // A slot has SLOT_TILES tiles, and wants SQUAD_WARPS arrivals. The warps of the text's last
@@ -202,7 +238,8 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
     float most[2] = {largest[0], largest[1]};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      c[i] = far_apart(g) + i / 2 * 8 <= last ? (c[i] + d[i]) * (scale * LOG2_E) : -1e30f;
+      const float score = (c[i] + d[i]) * (scale * LOG2_E) * k_scale[i / 2];
+      c[i] = far_apart(g) + i / 2 * 8 <= last ? score : -1e30f;
       most[i % 2] = fmaxf(most[i % 2], c[i]);
     }
 #pragma unroll
@@ -226,7 +263,8 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
       total[i % 2] += c[i];
     }
     // The shares as the right operand: pairs of slots of query g.
-    const u32 b0 = transposed(pair_of(c[0], c[1])), b1 = transposed(pair_of(c[2], c[3]));
+    const u32 b0 = transposed(pair_of(c[0] * v_scale[0], c[1] * v_scale[0]));
+    const u32 b1 = transposed(pair_of(c[2] * v_scale[1], c[3] * v_scale[1]));
 #pragma unroll
     for (int i = 0; i < 4; i++) {  // columns 8 g + 2 i and the next one
       u32 v[4];

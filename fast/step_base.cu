@@ -1,6 +1,7 @@
 // What the pieces of step.cu share: words, a layer's numbers, sizes of products, a program's memory.
 // In front of it stands common.cu, and in front of that the table that step.py writes: BF16, D,
-// LAYERS, HEADS, KV_HEADS, HEAD_DIM, TURNED, OUTPUT_GATE, QK_NORM, FLOAT_QK_NORM, SINKS, POST_NORMS,
+// LAYERS, HEADS, KV_HEADS, HEAD_DIM, INT8_CACHE, TURNED, OUTPUT_GATE, QK_NORM, FLOAT_QK_NORM, SINKS,
+// POST_NORMS,
 // CHOSEN, SHARED, NORMALIZE, RECURRENT, RANK, RANKS, WARPS, PROGRAMS, MEMORY, IN_FLIGHT,
 // IN_FLIGHT_WAITING, TRIES,
 // and a struct for each product: Qkv, Wo, Up, Down, of a mixture RouterOp and, if RECURRENT (some
@@ -186,6 +187,7 @@ enum {
   FIELDS
 };
 enum { FILTER = K_CACHE, LOG_A, DT_BIAS, VALUE_NORM, GATES, INPUTS, STATES, KEYS };
+enum { K_SCALES = DECAYS, V_SCALES };  // of an int8 cache
 static_assert(FIELDS <= 32 && KEYS < K_MAP, "a lane copies one");
 
 struct Layer {
@@ -290,10 +292,14 @@ constexpr int MOST_TILES = largest_of<TilesHere, OPERATIONS>();
 constexpr int QUERIES = HEADS / KV_HEADS;  // of a kv head
 // A head's values are slices of 64 columns, of which attention's tasks have one or, of longer texts,
 // WIDE. A slot of the ring has CACHE_ROWS positions of the cache, SLOT_TILES times the 16 that a warp
-// takes at once: KEY_BYTES of keys, and VALUE_BYTES of each slice of the values.
+// takes at once: KEY_BYTES of keys, and VALUE_BYTES of each slice of the values. Of an int8 cache two
+// slices lie side by side in VALUE_BYTES, and behind them are SLOT_SCALES of keys, and as many of values: those
+// of the slot's positions, from the last multiple of four on.
 constexpr int COLUMNS = 64, COLUMN_SLICES = HEAD_DIM / COLUMNS, WIDE = smallest(2, COLUMN_SLICES);
 constexpr int CACHE_ROWS = 4096 / HEAD_DIM, SLOT_TILES = CACHE_ROWS / 16;
-constexpr int KEY_BYTES = CACHE_ROWS * HEAD_DIM * 2, VALUE_BYTES = CACHE_ROWS * COLUMNS * 2;
+constexpr int KEY_BYTES = CACHE_ROWS * HEAD_DIM * (INT8_CACHE ? 1 : 2);
+constexpr int VALUE_BYTES = CACHE_ROWS * COLUMNS * 2, SLOT_SCALES = CACHE_ROWS + 4;
+static_assert(!INT8_CACHE || HEAD_DIM % 128 == 0);
 constexpr int PASS = 16 * WARPS;  // positions of the cache that all warps take at once
 // A box lies in rows of 128 bytes, and 16-byte part i of a row at place i ^ row % 8
 // (CU_TENSOR_MAP_SWIZZLE_128B). Eight lanes that read at once have the same four parts of two rows:
@@ -301,6 +307,21 @@ constexpr int PASS = 16 * WARPS;  // positions of the cache that all warps take 
 __device__ __forceinline__ int far_apart(int row) { return row ^ (row & 1) << 2; }
 __device__ __forceinline__ uint4 part_of(const unsigned char* box, int row, int part) {
   return *(const uint4*)(box + row * 128 + ((part ^ row) & 7) * 16);
+}
+// Eight codes of an int8 cache as numbers of 16 bits, which have them all.
+__device__ __forceinline__ uint4 widened(uint2 codes) {
+  const u32 shifted[2] = {codes.x ^ 0x80808080u, codes.y ^ 0x80808080u};  // plus 128
+  float y[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++)  // 2^23 + 128 + code, less that
+    y[i] = __uint_as_float(__byte_perm(shifted[i / 4], 0x4B000000u, 0x7440 + i % 4)) - 8388736.0f;
+  return {pair_of(y[0], y[1]), pair_of(y[2], y[3]), pair_of(y[4], y[5]), pair_of(y[6], y[7])};
+}
+// Numbers 8 n to 8 n + 7 of a row of the cache. boxes: of 128 bytes a row, `bytes` from one to the next.
+__device__ __forceinline__ uint4 eight_of(const unsigned char* boxes, int bytes, int row, int n) {
+  if (!INT8_CACHE) return part_of(boxes + n / 8 * bytes, row, n);
+  const uint4 part = part_of(boxes + n / 16 * bytes, row, n / 2);
+  return widened(n & 1 ? uint2{part.z, part.w} : uint2{part.x, part.y});
 }
 
 #if RECURRENT
@@ -349,6 +370,7 @@ struct Shared {
 #endif
   };
   alignas(16) u16 q[QUERIES][HEAD_DIM], k[HEAD_DIM], v[HEAD_DIM];
+  float new_scales[2];  // of the new key and value, where the cache is int8, and k and v are its codes
   float largest[QUERIES][WARPS], total[QUERIES][WARPS];
   int experts[32];
   float weights[32];
