@@ -189,8 +189,10 @@ WARPS = 16  # of a program, beside the producer
 IN_FLIGHT, IN_FLIGHT_SMALL = (1, 3), (2, 2)
 TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the kernel traps
 # Up to where one launch was found to be as fast, or was measured: slots of a cache, of dense models
-# and of mixtures, and bytes of a dense layer's weights.
-LONGEST, LONGEST_OF_EXPERTS, LARGEST_DENSE = 33_000, 132_000, 128 << 20
+# and of mixtures, and bytes of a dense layer's weights, of one GPU and of a rank, whose launches are two
+# more.
+LONGEST, LONGEST_OF_EXPERTS = 33_000, 132_000
+LARGEST_DENSE, LARGEST_SHARED = 128 << 20, 200 << 20
 LEAST_STAGES = 4 + IN_FLIGHT[1]  # of the ring, for two squads of eight warps
 LARGEST_SPLITS, COPIES = 32, 4  # of step_base.cu and step_router.cu
 FIELDS = 32  # of a layer
@@ -348,11 +350,11 @@ def why_slower(decoder: nn.Module) -> str | None:
     weights = [operation.w for operation in operations(first)]
     if any(w.kind == "mxfp4" for w in weights):
         return "mxfp4 weights"
-    if any(operation.row_parallel for operation in operations(first)):
-        return "ranks that share the layers"
     experts = first.feed_forward.experts
-    if not experts and sum(map(bytes_of, weights)) > LARGEST_DENSE:
-        return f"a dense layer of more than {LARGEST_DENSE >> 20} MiB"
+    shared = any(operation.row_parallel for operation in operations(first))
+    largest = LARGEST_SHARED if shared else LARGEST_DENSE
+    if not experts and sum(map(bytes_of, weights)) > largest:
+        return f"a dense layer of more than {largest >> 20} MiB"
     halves = [layer.attention for layer in decoder.layers if layer.attention.fused]
     longest = LONGEST_OF_EXPERTS if experts else LONGEST
     if max(half.attn.cache.k.shape[2] for half in halves) > longest:

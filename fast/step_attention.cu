@@ -155,20 +155,20 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
                               : FIRST_KEY + (is_key ? 0 : KV_HEADS) + kv;
     await_head(x, qkv, head, tag, lane);
     if (is_query || is_key) turn(x, eps, lane);
-    const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32);  // slots of the cache
-    const long long slot = (long long)kv * length + position;
     u16* const here = is_query ? s.q[i] : is_key ? s.k : s.v;
-    const int cache = is_key ? K_CACHE : V_CACHE;
-    if (INT8_CACHE && !is_query) {
-      const float of_new = put_codes((unsigned char*)here, x, lane);
-      s.new_scales[!is_key] = of_new;
-      if (task.slice == 0) {
-        put_codes(layer.at<unsigned char>(cache) + slot * HEAD_DIM, x, lane);
-        layer.at<float>(is_key ? K_SCALES : V_SCALES)[slot] = of_new;
-      }
-    } else {
+    if (INT8_CACHE && !is_query)
+      s.new_scales[!is_key] = put_codes((unsigned char*)here, x, lane);
+    else
       put_head(here, x, lane);
-      if (!is_query && task.slice == 0) put_head(layer.at<u16>(cache) + slot * HEAD_DIM, x, lane);
+    if (!is_query && task.slice == 0) {
+      const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32);  // slots of the cache
+      const long long slot = (long long)kv * length + position;
+      const int cache = is_key ? K_CACHE : V_CACHE;
+      if (INT8_CACHE)
+        layer.at<float>(is_key ? K_SCALES : V_SCALES)[slot] =
+            put_codes(layer.at<unsigned char>(cache) + slot * HEAD_DIM, x, lane);
+      else
+        put_head(layer.at<u16>(cache) + slot * HEAD_DIM, x, lane);
     }
   }
   meet();
@@ -202,22 +202,23 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
     for (int i = 0; i < LANE_ELEMENTS; i++) {
       // Both operands have their elements in the same other order, which a sum does not see.
       const uint4 q = *(const uint4*)(query + 32 * i + 8 * t);
-      const uint4 k0 = eight_of(keys, bytes, rows[0], i * 4 + t);
-      const uint4 k1 = eight_of(keys, bytes, rows[1], i * 4 + t);
+      const unsigned char* of_keys = keys + i / (INT8_CACHE ? 4 : 2) * bytes;
+      const uint4 k0 = eight_of(of_keys, rows[0], i * 4 + t);
+      const uint4 k1 = eight_of(of_keys, rows[1], i * 4 + t);
       mma(c, {k0.x, k1.x, k0.y, k1.y}, q.x, q.y);
       mma(d, {k0.z, k1.z, k0.w, k1.w}, q.z, q.w);
     }
-    // Columns 8 g to 8 g + 7 of the values of rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. A slot has the
-    // task's slices alone, s.v has all.
-    const int first_box = INT8_CACHE ? task.slice / 2 : task.slice;
+    // Columns 8 g to 8 g + 7 of the values of rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. Two slices of int8
+    // are in one box.
+    const int slice = task.slice + nth_slice;
     const unsigned char* values =
-        is_new ? (const unsigned char*)s.v + first_box * 128 : box + KEY_BYTES;
-    const int nth_eight = 8 * (INT8_CACHE ? (task.slice + nth_slice) % 2 : nth_slice) + g;
+        is_new ? (const unsigned char*)s.v + slice / (INT8_CACHE ? 2 : 1) * 128
+               : box + KEY_BYTES + (INT8_CACHE ? 0 : nth_slice * VALUE_BYTES);
+    const int nth_eight = INT8_CACHE ? (slice & 1) * 8 + g : g;
     uint4 value[4];
 #pragma unroll
     for (int j = 0; j < 4; j++)
-      value[j] = eight_of(values, bytes, row + min(j / 2 * 8 + far_apart(2 * t + j % 2), last),
-                          nth_eight);
+      value[j] = eight_of(values, row + min(j / 2 * 8 + far_apart(2 * t + j % 2), last), nth_eight);
     float k_scale[2] = {1, 1}, v_scale[2] = {1, 1};  // of rows[0] and rows[1]
     if (INT8_CACHE) {
       const float* of_slot = (const float*)(box + KEY_BYTES + VALUE_BYTES) + task.begin % 4;

@@ -317,10 +317,10 @@ __device__ __forceinline__ uint4 widened(uint2 codes) {
     y[i] = __uint_as_float(__byte_perm(shifted[i / 4], 0x4B000000u, 0x7440 + i % 4)) - 8388736.0f;
   return {pair_of(y[0], y[1]), pair_of(y[2], y[3]), pair_of(y[4], y[5]), pair_of(y[6], y[7])};
 }
-// Numbers 8 n to 8 n + 7 of a row of the cache. boxes: of 128 bytes a row, `bytes` from one to the next.
-__device__ __forceinline__ uint4 eight_of(const unsigned char* boxes, int bytes, int row, int n) {
-  if (!INT8_CACHE) return part_of(boxes + n / 8 * bytes, row, n);
-  const uint4 part = part_of(boxes + n / 16 * bytes, row, n / 2);
+// Of a row of a box of the cache, with 128 bytes a row: the n-th eight numbers, of int8 sixteen times.
+__device__ __forceinline__ uint4 eight_of(const unsigned char* box, int row, int n) {
+  if (!INT8_CACHE) return part_of(box, row, n);
+  const uint4 part = part_of(box, row, n >> 1);
   return widened(n & 1 ? uint2{part.z, part.w} : uint2{part.x, part.y});
 }
 
