@@ -128,6 +128,13 @@ another one:
     Llama-2-7B, int8       200        54.1    56.2    b
     Llama-2-7B, bf16       200       103.5   107.4    b
 
+    of two ranks, bf16:
+    Qwen3-30B-A3B          200        37.1    27.2    a1c7078, =
+    Llama-2-7B             200        60.0    57.3    a1c7078, =
+    of two ranks, int4:
+    Qwen3-30B-A3B          200        26.6    17.7    a1c7078, =
+    Llama-3.1-8B           200        29.3    24.3    a1c7078, =
+
 A mixture's products are small, and gain most. Of a dense model small layers gain, and large ones,
 whose bytes take far longer than the gaps between launches, lose: why_slower() lets through what was
 measured, and gained at least in short texts. Mixtral's experts are too wide: their inputs leave no
@@ -356,6 +363,8 @@ def why_slower(decoder: nn.Module) -> str | None:
     if not experts and sum(map(bytes_of, weights)) > largest:
         return f"a dense layer of more than {largest >> 20} MiB"
     halves = [layer.attention for layer in decoder.layers if layer.attention.fused]
+    if any(half.attn.cache.k_scale is not None for half in halves):
+        return "an int8 cache"
     longest = LONGEST_OF_EXPERTS if experts else LONGEST
     if max(half.attn.cache.k.shape[2] for half in halves) > longest:
         return f"a cache of more than {longest:,} slots"

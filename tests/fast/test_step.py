@@ -529,7 +529,7 @@ def test_tags_begin_anew_before_they_are_too_large(tmp_path):
         ("qwen3", LARGE, None, {}, "a dense layer of more than 128 MiB"),
         ("qwen3_moe", EXPERTS, "int8", {}, None),
         ("qwen3", {}, "int8", {}, None),
-        ("qwen3", dict(head_dim=128), "int4", dict(cache="int8"), None),
+        ("qwen3", dict(head_dim=128), "int4", dict(cache="int8"), "an int8 cache"),
         ("qwen3", {}, "int4", dict(cache="int8"), NO_INT8_CACHE),
         ("qwen3", dict(head_dim=128), "int4", dict(cache="int8", max_seq_len=63), NO_INT8_CACHE),
         ("qwen3", {}, "int4", dict(features=(1,)), "hidden states that a draft reads"),
