@@ -200,8 +200,9 @@ class Options(CallOptions):
             raise ValueError(
                 "draft='': want a checkpoint, mtp or prompt-lookup; for no draft, leave the option out"
             )
-        if not self.draft and (self.draft_tokens or self.draft_quantize):
-            raise ValueError("draft_tokens and draft_quantize go with draft")
+        for name in ("draft_tokens", "draft_quantize"):
+            if not self.draft and (value := getattr(self, name)):
+                raise ValueError(f"{name}={value} goes with draft, the model that drafts")
         if self.draft in NAMED and self.draft_quantize:
             raise ValueError(f"draft_quantize: {self.draft} has no weights; leave it out")
         if self.draft_tokens is not None and str(self.draft_tokens) not in DRAFT_TOKENS:

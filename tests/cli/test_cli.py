@@ -240,7 +240,7 @@ MISTAKES = [
     (f"--checkpoint {TINY}/model.safetensors", f"want its directory, {TINY}"),
     ("--prompt '\udcff is not UTF-8'", "'utf-8' codec can't encode character '\\udcff'"),
     ("--stop ''", "stop='': an empty text"),
-    ("--draft-tokens 4", "draft_tokens and draft_quantize go with draft"),
+    ("--draft-tokens 4", "draft_tokens=4 goes with draft"),
     ("--draft prompt-lookup --draft-quantize int8", "no weights"),
     (f"--draft {DRAFT} --draft-tokens 40", "draft_tokens='40': want 1 to 32, or auto, hf, bass"),
     (f"--draft {DRAFT} --num-samples 99999", "or no draft, help"),
