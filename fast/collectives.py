@@ -20,7 +20,8 @@ all-reduce): -0.0 marks a number that is not written yet.
 A rank has four buffers [R, CAPACITY], a place for each sender: 0 for wo, 1 for w_down, 2 for the
 logits, 3 for a mixture beside a dense part. Two exchanges in a row never share a buffer. So a
 buffer is always ready: a rank that has finished the second exchange has everyone's numbers of it,
-and everyone put -0.0 back into the buffer of the first before sending them.
+and everyone put -0.0 back into the buffer of the first before sending them. Where all layers of a
+step are one launch (step.py), what the ranks exchange in that stands between two gathers of logits.
 
 tp.py's NCCL serves long messages, GPUs that do not reach each other's memory, and fp32.
 
@@ -104,11 +105,10 @@ def exchange_kernel(
         tl.store(out + m * N + c, total.to(out.dtype.element_ty), mask=c < N)
 
 
-def on_all_ranks(mine: bool) -> bool:
-    """Whether it is so on each. All ranks call it together."""
-    found = torch.tensor(float(mine))  # on the host, so that gloo sums it
-    dist.all_reduce(found, dist.ReduceOp.MIN)
-    return bool(found)
+HOST = torch.device("cpu")  # whose sums are gloo's
+# What ranks share is kept as long as the process: to free it waits for the GPU, which nothing may do
+# while a graph is captured.
+KEPT = []
 
 
 def memory_of_ranks(
@@ -120,17 +120,22 @@ def memory_of_ranks(
     All ranks call it together, while no CUDA graph is being captured."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    own = tensors = None
     try:
         own = symmetric_memory.empty(shape, dtype=dtype, device=device).fill_(fill)
+    except RuntimeError:
+        pass  # the other ranks learn it below
+    if not tp.on_all_ranks(own is not None, HOST):
+        return None
+    try:
         handle = symmetric_memory.rendezvous(own, dist.group.WORLD)
         torch.cuda.synchronize(device)
+        tensors = [handle.get_buffer(r, shape, dtype) for r in range(dist.get_world_size())]
+        tensors[dist.get_rank()] = own
     except RuntimeError:
-        own = None  # the other ranks learn it below
-    if not on_all_ranks(own is not None):
-        return None
-    tensors = [handle.get_buffer(r, shape, dtype) for r in range(dist.get_world_size())]
-    tensors[dist.get_rank()] = own  # this reference keeps all of them alive
-    return tuple(tensors)
+        pass
+    KEPT.append((own, tensors))
+    return tuple(tensors) if tp.on_all_ranks(tensors is not None, HOST) else None
 
 
 @functools.cache

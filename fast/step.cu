@@ -205,11 +205,12 @@ struct Producer {
 
 // x [D], positions [1] -> y [D], what leaves the last layer. layers: FIELDS numbers each. started:
 // how many programs have begun, ever; it numbers the steps. qkv, split_sums, attended, middle, logits,
-// gated, ends: words. parts: addresses of those that each rank has, see sum_of_ranks().
+// gated, ends: words. parts: addresses of those that each rank has, see sum_of_ranks(), and this rank.
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, u64* started,
            u64* qkv, u64* split_sums, u64* attended, u64* middle, u64* logits, u64* gated, u64* ends,
-           const u64* parts, float eps, float qk_eps, float scale, float route_scale, float limit, float alpha) {
+           const u64* parts, float eps, float qk_eps, float scale, float route_scale, float limit,
+           float alpha) {
   const int lane = threadIdx.x % 32;
   // The ring begins at a multiple of 1,024, by which copy_box() orders what it copies.
   unsigned char* const memory = shared_memory();
@@ -231,6 +232,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
     s.streaming = 0;
   }
   if (threadIdx.x < RANKS) s.parts[threadIdx.x] = (u64*)parts[threadIdx.x];
+  if (threadIdx.x == 0) s.rank = (int)parts[RANKS];
   if (threadIdx.x < 2 * FIELDS)
     s.fields[threadIdx.x / FIELDS][0][threadIdx.x % FIELDS] = layers[threadIdx.x % FIELDS];
   for (int t = p.warp; t < share_of(Sizes<Wo>::ALL); t += WARPS + 1) {

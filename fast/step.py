@@ -46,13 +46,15 @@ reading. Step by step, attended for each kind of layer:
     middle, logits programs with tiles of Wo          attended, all of it
     gated          programs with tiles of Up          middle, all of it, and logits
     ends           programs with tiles of Down        gated, all of it
+    parts          those with tiles of Wo or Down     what is before their middle or ends
+                     of other ranks
 
 So a program that has not read the last layer's qkv, say, has not written its part of attended,
 without which there is no middle, and so on to the next qkv. A new kind of word must be on this
 chain, and a program may read words of a layer only if it writes some of that layer later. Those of
 logits are sums, which are added to: a layer's are what they grow by.
 
-Nothing hangs: the launch is cooperative, so that all programs run; each wait is for something
+Nothing hangs, unless another rank does: the launch is cooperative, so that all programs run; each wait is for something
 earlier in an order that is the same in all of them; and the ring has more slots than warps hold
 while they wait for one more.
 
@@ -181,25 +183,26 @@ import torch.distributed as dist
 from torch import Tensor, library, nn
 
 from fast import nvrtc
-from fast.collectives import memory_of_ranks, on_all_ranks
+from fast.collectives import HOST, memory_of_ranks
 from fast.delta import TOKENS
 from fast.experts import FusedMoE
 from fast.layout import Packed
 from fast.packed_gemv import Experts, Plain, group_in_kernel, has_gemv, row_blocks, source_of
 from fast.packed_linear import PackedLinear
 from model import BLOCK, RING, RMSNorm
-from tp import RowParallelLinear
+from tp import RowParallelLinear, on_all_ranks
 
 WARPS = 16  # of a program, beside the producer
 # Slots that may be on their way to a program while it waits for words and while it multiplies; of a
 # mixture's small products, all the time.
 IN_FLIGHT, IN_FLIGHT_SMALL = (1, 3), (2, 2)
-TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the kernel traps
+# How often a warp asks for a word, a few seconds, before the kernel traps; not where ranks share layers.
+TRIES = 1 << 21
 # Up to where one launch was found to be as fast, or was measured: slots of a cache, of dense models
 # and of mixtures, and bytes of a dense layer's weights, of one GPU and of a rank, whose launches are two
 # more.
 LONGEST, LONGEST_OF_EXPERTS = 33_000, 132_000
-LARGEST_DENSE, LARGEST_SHARED = 128 << 20, 200 << 20
+LARGEST_DENSE, LARGEST_SHARED, MOST_RANKS = 128 << 20, 200 << 20, 2
 LEAST_STAGES = 4 + IN_FLIGHT[1]  # of the ring, for two squads of eight warps
 LARGEST_SPLITS, COPIES = 32, 4  # of step_base.cu and step_router.cu
 FIELDS = 32  # of a layer
@@ -359,6 +362,8 @@ def why_slower(decoder: nn.Module) -> str | None:
         return "mxfp4 weights"
     experts = first.feed_forward.experts
     shared = any(operation.row_parallel for operation in operations(first))
+    if shared and dist.get_world_size() > MOST_RANKS:
+        return f"more than {MOST_RANKS} ranks"
     largest = LARGEST_SHARED if shared else LARGEST_DENSE
     if not experts and sum(map(bytes_of, weights)) > largest:
         return f"a dense layer of more than {largest >> 20} MiB"
@@ -503,7 +508,7 @@ class Step:
         rank: int = 0,
         parts: tuple[Tensor, ...] = (),
     ):
-        self.rank, self.parts, self.ranks = rank, parts, max(1, len(parts))
+        self.parts, self.ranks = parts, max(1, len(parts))
         layers, self.weight = decoder.layers, decoder.model.embed.weight
         self.programs, self.memory, self.warps = programs, memory, warps
         device = self.weight.device
@@ -539,7 +544,7 @@ class Step:
             torch.zeros(size, dtype=torch.int64, device=device) for size in words.values()
         ]
         self.started = torch.zeros(1, dtype=torch.int64, device=device)
-        self.places = torch.tensor([address(part) for part in parts] or [0], device=device)
+        self.places = torch.tensor([*map(address, parts or [None]), rank], device=device)
         maps = [self.maps_of(layer) for layer in layers]
         self.maps = torch.tensor(maps, device=device)  # [n_layer, products and 2, 16]
         self.layers = torch.tensor(
@@ -575,7 +580,7 @@ class Step:
             # Beside these the state's rows make two numbers a column of each so many warps.
             mixing = 4 * (2 * K + 3 * V + self.warps * 64 + 3 * BLOCK + self.warps * 3 + 16)
         rest += max(attended, mixing) + self.warps * queries * 8
-        rest += 2 * E * (queries + 2) + 2304 + 8 * self.ranks + 12 * (experts + 32)
+        rest += 2 * E * (queries + 2) + 2304 + 8 * (self.ranks + 1) + 12 * (experts + 32)
         if self.moe:
             rest += 8 * math.ceil(experts / 32) * (self.moe.how.n + 3)
         if self.post_norms:
@@ -586,7 +591,8 @@ class Step:
         """What step.cu copies boxes of: each product's weight [X, N, K], if it has 16 bits, and the
         caches of keys and values [K, L, E]. A row of a box is 64 numbers; of weights it has 16 rows
         or, of gated ones, 8 of both halves, and a slot's units or, of experts whose rows are added,
-        as many as divide a row; of keys all columns of 4096 / E slots, of values 64. Two codes of an int8 cache count as a number."""
+        as many as divide a row; of keys all columns of 4096 / E slots, of values 64. Two codes of an int8 cache count as a
+        number."""
         maps = []
         for operation in operations(layer):
             w = operation.w
@@ -664,7 +670,6 @@ class Step:
             SHARED=self.moe.how.shared if self.moe else 0,
             RECURRENT=self.delta is not None,
             NORMALIZE=self.moe.how.normalize if self.moe else 0,
-            RANK=self.rank,
             RANKS=self.ranks,
             WARPS=self.warps,
             PROGRAMS=self.programs,
@@ -744,23 +749,29 @@ def step_of(decoder: nn.Module) -> Step | None:
     """The step of this decoder, if its layers need no launches of their own. Where ranks share the
     layers, all call this together, and all have a step, which is compiled, or none has one: a rank
     with launches would wait for one without."""
-    device = decoder.model.embed.weight.device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+    model = decoder.model
+    device = model.embed.weight.device
+    if device.type != "cuda":
         return None
     of = torch.cuda.get_device_properties(device)
     sizes = of.multi_processor_count, of.shared_memory_per_block_optin
-    serves = has_gemv(device) and not why_launches(decoder)
+    serves = (of.major, of.minor) >= (9, 0) and has_gemv(device) and not why_launches(decoder)
     if not any(isinstance(part, RowParallelLinear) for part in decoder.modules()):
         return with_ring(Step(decoder, *sizes)) if serves else None
-    if not on_all_ranks(serves):
+    if len(model.rows) > 1 or not on_all_ranks(serves, HOST):
         return None
-    shape = 2, dist.get_world_size(), decoder.model.config.dim
+    shape = 2, dist.get_world_size(), model.config.dim
     parts = memory_of_ranks(shape, torch.int64, 0, device)
     if parts is None:
         return None
     step = with_ring(Step(decoder, *sizes, rank=dist.get_rank(), parts=parts))
     step = step and compiled(step)
-    return step if on_all_ranks(step is not None) else None
+    if on_all_ranks(step is not None, HOST):
+        return step
+    if step is not None:
+        why = "another rank cannot do otherwise"
+        print(f"a layer has launches of its own, which is slower: {why}", file=sys.stderr)
+    return None
 
 
 def with_ring(step: Step) -> Step | None:

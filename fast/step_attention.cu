@@ -118,13 +118,14 @@ __device__ __forceinline__ void put_head(u16* to, const float (&x)[LANE_ELEMENTS
 // As model.to_int8(): the codes of a key or value, and its scale.
 __device__ __forceinline__ float put_codes(unsigned char* to, const float (&x)[LANE_ELEMENTS],
                                            int lane) {
-  float y[LANE_ELEMENTS], most = 0;
+  float y[LANE_ELEMENTS];
+  u32 most = 0;  // as bits, of which a NaN's are the largest
 #pragma unroll
   for (int i = 0; i < LANE_ELEMENTS; i++) {
     y[i] = number(rounded(x[i]));
-    most = fmaxf(most, fabsf(y[i]));
+    most = max(most, __float_as_uint(y[i]) & 0x7fffffff);
   }
-  const float scale = all_lanes(most, larger) / 127, by = fmaxf(scale, 1e-30f);
+  const float scale = __uint_as_float(__reduce_max_sync(~0u, most)) / 127, by = fmaxf(scale, 1e-30f);
 #pragma unroll
   for (int i = 0; i < LANE_ELEMENTS; i++)
     to[lane * LANE_ELEMENTS + i] = (unsigned char)__float2int_rn(y[i] / by);

@@ -1,11 +1,9 @@
 // What the pieces of step.cu share: words, a layer's numbers, sizes of products, a program's memory.
 // In front of it stands common.cu, and in front of that the table that step.py writes: BF16, D,
 // LAYERS, HEADS, KV_HEADS, HEAD_DIM, INT8_CACHE, TURNED, OUTPUT_GATE, QK_NORM, FLOAT_QK_NORM, SINKS,
-// POST_NORMS,
-// CHOSEN, SHARED, NORMALIZE, RECURRENT, RANK, RANKS, WARPS, PROGRAMS, MEMORY, IN_FLIGHT,
-// IN_FLIGHT_WAITING, TRIES,
-// and a struct for each product: Qkv, Wo, Up, Down, of a mixture RouterOp and, if RECURRENT (some
-// layers are recurrent), In and Delta, which is the mixer's.
+// POST_NORMS, CHOSEN, SHARED, NORMALIZE, RECURRENT, RANKS, WARPS, PROGRAMS, MEMORY, IN_FLIGHT,
+// IN_FLIGHT_WAITING, TRIES, and a struct for each product: Qkv, Wo, Up, Down, of a mixture RouterOp and,
+// if RECURRENT (some layers are recurrent), In and Delta, which is the mixer's.
 
 constexpr int SQUAD_WARPS = 8, SQUADS = WARPS / SQUAD_WARPS;  // warps that share a slot
 constexpr int LARGEST_SPLITS = 32;  // programs that share the slots of a kv head
@@ -147,9 +145,8 @@ __device__ __forceinline__ void give_up_after(int tries) {
 }
 
 // Waits for words at p + at[i] with this tag, and keeps their values. All lanes of a warp call this
-// together; at[i] < 0: this lane wants none. What never comes ends in a trap, after which the process
-// can use the GPU no longer. ACROSS: other ranks write
-// them.
+// together; at[i] < 0: this lane wants none. What never comes to a rank that is alone ends in a trap,
+// after which the process can use the GPU no longer. ACROSS: other ranks write them.
 template <bool ACROSS = false, int N>
 __device__ __forceinline__ void await(u32 (&values)[N], const u64* p, const int (&at)[N], u32 tag) {
   for (int tries = 0;; tries++) {
@@ -317,7 +314,7 @@ __device__ __forceinline__ uint4 widened(uint2 codes) {
     y[i] = __uint_as_float(__byte_perm(shifted[i / 4], 0x4B000000u, 0x7440 + i % 4)) - 8388736.0f;
   return {pair_of(y[0], y[1]), pair_of(y[2], y[3]), pair_of(y[4], y[5]), pair_of(y[6], y[7])};
 }
-// Of a row of a box of the cache, with 128 bytes a row: the n-th eight numbers, of int8 sixteen times.
+// The n-th eight numbers of a row of a box of the cache, whose 128 bytes are 8 or, of int8, 16 of these.
 __device__ __forceinline__ uint4 eight_of(const unsigned char* box, int row, int n) {
   if (!INT8_CACHE) return part_of(box, row, n);
   const uint4 part = part_of(box, row, n >> 1);
@@ -388,6 +385,7 @@ struct Shared {
   u64 full[32], empty[32], chosen;
   volatile int held[32];  // of each place of the ring, the number of the slot that has it
   u64* parts[RANKS];         // in each rank's memory: see sum_of_ranks()
+  int rank;
   u64 fields[2][2][FIELDS];  // the producer's, and the others'; of layers with even and odd numbers
 };
 constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
@@ -430,16 +428,17 @@ __device__ __forceinline__ float sum_of_ranks(const Program& p, bool of_down, in
   const auto place = [&](int rank) { return (of_down * RANKS + rank) * D + n; };
   const bool there = p.lane < 16 && n < D;
   u64* const* memory = p.s->parts;
+  const int own = p.s->rank;
 #pragma unroll
   for (int i = 1; i < RANKS; i++)
-    if (there) poke_across(memory[(RANK + i) % RANKS] + place(RANK), word_of(__float_as_uint(y), tag));
+    if (there) poke_across(memory[(own + i) % RANKS] + place(own), word_of(__float_as_uint(y), tag));
   u32 parts[RANKS];
   int at[RANKS];
 #pragma unroll
-  for (int r = 0; r < RANKS; r++) at[r] = there && r != RANK ? place(r) : -1;
-  await<true>(parts, memory[RANK], at, tag);
+  for (int r = 0; r < RANKS; r++) at[r] = there && r != own ? place(r) : -1;
+  await<true>(parts, memory[own], at, tag);
   float sum = 0;
 #pragma unroll
-  for (int r = 0; r < RANKS; r++) sum += r == RANK ? y : __uint_as_float(parts[r]);
+  for (int r = 0; r < RANKS; r++) sum += r == own ? y : __uint_as_float(parts[r]);
   return sum;
 }

@@ -1,11 +1,13 @@
 """
-What test_step.py has two ranks do: torchrun ... step_worker.py DEVICE DIRECTORY CASES ...
+What test_step.py has ranks do: torchrun ... step_worker.py DEVICE DIRECTORY CASES ...
 
 DIRECTORY has a checkpoint for each case. Each rank writes to DIRECTORY/out.RANK, of three tokens of
 each case, what its step gives, what the whole model gives in float64, and what entered both.
 """
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +30,7 @@ from test_step import (
     with_clearer_routers,
 )
 from tp import Team, join, splitter
+from tp_worker import late
 
 
 def parts_of_ranks(
@@ -57,6 +60,7 @@ def steps(team: Team, device: torch.device, directory: Path, case: str) -> list[
     if device.type == "cuda":
         of = torch.cuda.get_device_properties(device)
         sizes = of.multi_processor_count, of.shared_memory_per_block_optin, WARPS
+        assert decoder.one_row.ranks == team.ranks
     assert unsupported(decoder) is None
     fill_rings(decoder, 0)
     parts = parts_of_ranks(directory, team, exact.config.dim, device)
@@ -72,7 +76,18 @@ def steps(team: Team, device: torch.device, directory: Path, case: str) -> list[
         else:
             y = step_on_cpu(own, step, x, positions).clone()
         found.append((y, expected, x))
+    if device.type == "cuda":
+        assert repeats(team, device, partial(step, x.to(device), positions))
     return found
+
+
+def repeats(team: Team, device: torch.device, step: Callable) -> bool:
+    """Whether thousands of steps give the same bits, though now and then a rank is late."""
+    first, others = step(), torch.zeros((), device=device)
+    for n in range(3000):
+        late(team, device, n)
+        others += (step() != first).any()
+    return others.item() == 0
 
 
 def main() -> None:

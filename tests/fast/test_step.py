@@ -109,6 +109,16 @@ CASES = {
         602,
         10,
     ),
+    "int8 cache, first": ("qwen3", dict(head_dim=128), "int4", 64, 0, 3),
+    "int8 cache, splits of a window": (
+        "gemma3_text",
+        ONE_HEAD
+        | dict(query_pre_attn_scalar=64, sliding_window=303, layer_types=["sliding_attention"]),
+        "int4",
+        32,
+        420,
+        5,
+    ),
     "int8 cache, heads of 256": ("qwen3", LONG, "int8", None, 300, 3),
     # Of which a layer begins at the 19th slot.
     "int8 cache, window": ("gemma3_text", BEHIND | dict(head_dim=128), "int4", 64, 41, 3),
@@ -125,6 +135,14 @@ CASES = {
         32,
         350,
         4,
+    ),
+    "recurrent, int8 cache": (
+        "qwen3_5_text",
+        RECURRENT | dict(head_dim=128, linear_num_value_heads=4, num_hidden_layers=2),
+        "int4",
+        32,
+        62,
+        3,
     ),
     "recurrent mixture": (
         "qwen3_5_moe_text",
@@ -162,11 +180,22 @@ CASES = {
 }
 
 
-# Of which two ranks have a half each, or nearly: the kind of model and its changes, the format and its
-# groups, and programs.
+# Which ranks share: the kind of model and its changes, the format and its groups, and programs. Of
+# "uneven" two ranks have 4 and 2 heads and 4 and 3 units of the feed-forward part.
 SHARED = dict(moe_intermediate_size=128, intermediate_size=128)
 SHARED_CASES = {
-    "uneven": ("qwen2", dict(hidden_size=288, intermediate_size=224), "int8", None, 3),
+    "uneven": (
+        "qwen2",
+        dict(
+            hidden_size=288,
+            intermediate_size=224,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+        ),
+        "int8",
+        None,
+        2,
+    ),
     "norms behind": ("gemma3_text", BEHIND | dict(intermediate_size=384), None, None, 2),
     "experts, biases": (
         "gpt_oss",
@@ -210,7 +239,7 @@ def loaded(
             X, D, F = part.moe.n_expert, *part.w_down.weight.shape[1:]
             for name, (N, K) in dict(w_gate_up=(2 * F, D), w_down=(D, F)).items():
                 setattr(part, name, random_experts(X, N, K, "mxfp4", 32, "bias", "cpu"))
-    cache = "int8" if case.startswith("int8") else "16-bit"
+    cache = "int8" if "int8 cache" in case else "16-bit"
     model.setup((position + slots + 3) // 4 * 4, 1, cache=cache)
     for layer in model.layers:
         if getattr(layer.attn, "sinks", None) is not None:
@@ -388,38 +417,40 @@ def test_recurrent_layers_token_by_token(tmp_path, case, device):
 
 
 @pytest.fixture(scope="module")
-def of_two_ranks(tmp_path_factory) -> Callable:
-    """What each rank gave for a case, on a device."""
+def of_ranks(tmp_path_factory) -> Callable:
+    """What each of so many ranks gave for a case, on a device."""
 
     @functools.cache
-    def run_all(device: str) -> list[dict]:
+    def run_all(device: str, ranks: int) -> list[dict]:
         directory = tmp_path_factory.mktemp(device)
         cases = [case for case in SHARED_CASES if device == "cuda" or case not in SLOW_SHARED]
+        cases = ["uneven"] if ranks == 3 else cases
         torch.manual_seed(3)
         for case in cases:
             kind, changes, *_ = SHARED_CASES[case]
             make(directory / case, kind, **SIZES | changes)
         worker = ROOT / "tests" / "fast" / "step_worker.py"
         paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-        done = ended(torchrun(worker, device, directory, *cases), PYTHONPATH=paths)
+        command = torchrun(worker, device, directory, *cases, ranks=ranks)
+        done = ended(command, PYTHONPATH=paths)
         assert done.returncode == 0, done.stderr
-        return [torch.load(directory / f"out.{rank}") for rank in range(2)]
+        return [torch.load(directory / f"out.{rank}") for rank in range(ranks)]
 
-    return lambda device, case: [rank[case] for rank in run_all(device)]
+    return lambda device, ranks, case: [rank[case] for rank in run_all(device, ranks)]
 
 
 @pytest.mark.parametrize(
-    "device, case",
+    "device, ranks, case",
     [
-        *(("cpu", case) for case in SHARED_CASES if case not in SLOW_SHARED),
-        *(pytest.param("cuda", case, marks=ON_GPUS) for case in SHARED_CASES),
+        *(("cpu", 2, case) for case in SHARED_CASES if case not in SLOW_SHARED),
+        ("cpu", 3, "uneven"),
+        *(pytest.param("cuda", 2, case, marks=ON_GPUS) for case in SHARED_CASES),
     ],
 )
-def test_two_ranks_share_a_step(of_two_ranks, device, case):
-    """From a text's beginning: the same bits on both, and what one model gives in float64."""
-    first, second = of_two_ranks(device, case)
-    for (found, expected, x), (other, *_) in zip(first, second, strict=True):
-        assert torch.equal(found, other)
+def test_ranks_share_a_step(of_ranks, device, ranks, case):
+    """From a text's beginning: the same bits on all, and what one model gives in float64."""
+    for (found, expected, x), *others in zip(*of_ranks(device, ranks, case), strict=True):
+        assert others and all(torch.equal(found, other) for other, *_ in others)
         assert_close(found, expected, x, 0.02 if "recurrent" in case else 0.005)
 
 
@@ -531,6 +562,7 @@ def test_tags_begin_anew_before_they_are_too_large(tmp_path):
         ("qwen3", {}, "int8", {}, None),
         ("qwen3", dict(head_dim=128), "int4", dict(cache="int8"), "an int8 cache"),
         ("qwen3", {}, "int4", dict(cache="int8"), NO_INT8_CACHE),
+        ("qwen3", {}, "int4", dict(cache="int8-values"), "keys or values alone in int8"),
         ("qwen3", dict(head_dim=128), "int4", dict(cache="int8", max_seq_len=63), NO_INT8_CACHE),
         ("qwen3", {}, "int4", dict(features=(1,)), "hidden states that a draft reads"),
         ("qwen3", dict(head_dim=32), "int4", {}, "heads of 32 of which 32 turn"),
