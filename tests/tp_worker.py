@@ -93,10 +93,11 @@ def tokens(
     temperature: float = 0,
     new: int = 24,
     cache: str = "16-bit",
+    batch: int = 3,
     **how,
 ) -> dict:
     """New tokens of a ragged batch; a speculator's counts; what was drafted, eagerly; whether
-    kernels decode."""
+    kernels decode, and whether all layers of a row are one launch."""
     model, smaller = load(team, device, checkpoint, **how), None
     if draft == str(EAGLE):
         smaller = tiny_head(split=splitter(team)).to(device, model.embed.weight.dtype)
@@ -106,7 +107,7 @@ def tokens(
         smaller = formats.load(source, device, model.embed.weight.dtype, split=split)
     elif draft and draft != "prompt-lookup":
         smaller = load(team if split_draft else Team(), device, draft, how.get("dtype", "float32"))
-    texts = [[token % model.config.vocab_size for token in text] for text in prompts()]
+    texts = [[token % model.config.vocab_size for token in text] for text in prompts()[:batch]]
     rows, sampling = len(texts), Sampling(temperature)
     if draft:
         runner = speculator(
@@ -124,6 +125,7 @@ def tokens(
         counts=dict(runner.counts) if draft else {},
         drafts=drafts,
         kernels=getattr(engine, "kernels", False),
+        one_launch=getattr(getattr(engine, "decoder", None), "one_row", None) is not None,
     )
 
 
