@@ -18,10 +18,12 @@ all-reduce): -0.0 marks a number that is not written yet.
                                                               time
 
 A rank has four buffers [R, CAPACITY], a place for each sender: 0 for wo, 1 for w_down, 2 for the
-logits, 3 for a mixture beside a dense part. Two exchanges in a row never share a buffer. So a
-buffer is always ready: a rank that has finished the second exchange has everyone's numbers of it,
-and everyone put -0.0 back into the buffer of the first before sending them. Where all layers of a
-step are one launch (step.py), what the ranks exchange in that stands between two gathers of logits.
+logits, 3 for a mixture beside a dense part. With launches two exchanges in a row never share a
+buffer. So a buffer is always ready: a rank that has finished the second exchange has everyone's
+numbers of it, and everyone put -0.0 back into the buffer of the first before sending them. Where
+all layers of a step are one launch (step.py), only the logits use a buffer here. That is safe, too:
+between two gathers each rank waits in that launch for words of all others, which these send after
+they have put -0.0 back.
 
 tp.py's NCCL serves long messages, GPUs that do not reach each other's memory, and fp32.
 
@@ -105,19 +107,21 @@ def exchange_kernel(
         tl.store(out + m * N + c, total.to(out.dtype.element_ty), mask=c < N)
 
 
-HOST = torch.device("cpu")  # whose sums are gloo's
-# What ranks share is kept as long as the process: to free it waits for the GPU, which nothing may do
-# while a graph is captured.
+# For on_all_ranks(): gloo adds tensors of the CPU, and no GPU has to wait.
+ON_CPU = torch.device("cpu")
+# Memory that ranks share is never freed: freeing it waits for the GPU, which is not allowed while a
+# graph is captured.
 KEPT = []
 
 
 def memory_of_ranks(
     shape: tuple[int, ...], dtype: torch.dtype, fill: int, device: torch.device
 ) -> tuple[Tensor, ...] | None:
-    """A tensor of each rank, which all ranks can write into; None where some GPU cannot reach
-    another's memory.
+    """A tensor in each rank's memory, filled with `fill`, in the order of the ranks: this rank can
+    read and write all of them. None, on all ranks alike, where some GPU cannot reach another's
+    memory.
 
-    All ranks call it together, while no CUDA graph is being captured."""
+    All ranks call this together, while no CUDA graph is being captured."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     own = tensors = None
@@ -125,7 +129,7 @@ def memory_of_ranks(
         own = symmetric_memory.empty(shape, dtype=dtype, device=device).fill_(fill)
     except RuntimeError:
         pass  # the other ranks learn it below
-    if not tp.on_all_ranks(own is not None, HOST):
+    if not tp.on_all_ranks(own is not None, ON_CPU):
         return None
     try:
         handle = symmetric_memory.rendezvous(own, dist.group.WORLD)
@@ -133,9 +137,9 @@ def memory_of_ranks(
         tensors = [handle.get_buffer(r, shape, dtype) for r in range(dist.get_world_size())]
         tensors[dist.get_rank()] = own
     except RuntimeError:
-        pass
+        pass  # as above
     KEPT.append((own, tensors))
-    return tuple(tensors) if tp.on_all_ranks(tensors is not None, HOST) else None
+    return tuple(tensors) if tp.on_all_ranks(tensors is not None, ON_CPU) else None
 
 
 @functools.cache

@@ -120,7 +120,8 @@ struct Producer {
     __syncwarp();
   }
 
-  // Of attention's tasks, the cache.
+  // The cache, as this program's tasks of attention read it. Lane 0 copies the keys, one lane each
+  // box of values, and two more the scales of an int8 cache.
   __device__ __forceinline__ void feed_cache(const Layer& layer, int position) {
     p.reload_ids();
     const Splits splits(position, (int)(u32)layer.fields[LENGTH_AND_WINDOW]);
@@ -129,7 +130,8 @@ struct Producer {
       const Task task(n, splits, position);
 #pragma unroll 1
       for (int row = task.begin; row < task.end; row += CACHE_ROWS) {
-        const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32), first = row / 4 * 4;
+        const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32);
+        const int first = row / 4 * 4;  // copied scales begin at a multiple of 16 bytes
         const int boxes = INT8_CACHE ? 1 : splits.slices;  // of values
         const int scale_bytes = INT8_CACHE ? 4 * min(SLOT_SCALES, length - first) : 0;
         const int at = begin(KEY_BYTES + boxes * VALUE_BYTES + 2 * scale_bytes);
@@ -205,7 +207,8 @@ struct Producer {
 
 // x [D], positions [1] -> y [D], what leaves the last layer. layers: FIELDS numbers each. started:
 // how many programs have begun, ever; it numbers the steps. qkv, split_sums, attended, middle, logits,
-// gated, ends: words. parts: addresses of those that each rank has, see sum_of_ranks(), and this rank.
+// gated, ends: words. parts [RANKS + 1]: the address of the words in each rank's memory, see
+// sum_of_ranks(), and then this rank's number.
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, u64* started,
            u64* qkv, u64* split_sums, u64* attended, u64* middle, u64* logits, u64* gated, u64* ends,

@@ -14,11 +14,15 @@ other warps wait for these, the next weights come in:
 Shapes: D the model's width, H query heads and K kv heads of E elements, L positions of the cache, X
 experts. Terms:
 
+    program a thread block of the launch; each multiprocessor has one
+    rank    a process with a GPU of its own, where several share a model (tp.py)
     tile    16 rows of a weight; a product's programs have its tiles by turns
     unit    the inputs of a tile that a warp multiplies at once, two blocks of packed_gemv.py: 64 in
             16 bits, 128 in int8, 256 in int4
-    slot    16 KB of weights or of the cache in the ring, and the scales beside them
-    task    what one program does at once of attention, or of a recurrent layer's mixer
+    slot    a place of the ring: 16 KB of weights or of the cache, and the scales beside them. A slot
+            of the cache, as model.py calls it, is a position here
+    task    what one program does at once of attention, or of a recurrent layer's mixer. There a tile
+            is 16 positions
     word    64 bits that programs exchange, see below
 
 Of a mixture the producer waits once a layer: for the experts, whose weights it then copies. A
@@ -46,17 +50,17 @@ reading. Step by step, attended for each kind of layer:
     middle, logits programs with tiles of Wo          attended, all of it
     gated          programs with tiles of Up          middle, all of it, and logits
     ends           programs with tiles of Down        gated, all of it
-    parts          those with tiles of Wo or Down     what is before their middle or ends
-                     of other ranks
+    parts          other ranks' programs with         of Wo: attended, all of it
+                     tiles of Wo or Down              of Down: gated, all of it
 
 So a program that has not read the last layer's qkv, say, has not written its part of attended,
 without which there is no middle, and so on to the next qkv. A new kind of word must be on this
 chain, and a program may read words of a layer only if it writes some of that layer later. Those of
 logits are sums, which are added to: a layer's are what they grow by.
 
-Nothing hangs, unless another rank does: the launch is cooperative, so that all programs run; each wait is for something
-earlier in an order that is the same in all of them; and the ring has more slots than warps hold
-while they wait for one more.
+Nothing hangs, unless another rank stops: the launch is cooperative, so that all programs run; each
+wait is for something earlier in an order that is the same in all of them; and the ring has more
+slots than warps hold while they wait for one more.
 
 A product's rows come in tiles of 16, and a program has every PROGRAMS-th tile. Slots of the ring
 hold eight units of a tile (packed_gemv.py draws one), and a squad of eight warps takes a slot, each
@@ -85,16 +89,19 @@ A squad takes every slot or every second, and the ring is long enough for that (
 A warp of attention takes up to every eighth slot, and asks first which slot a place has
 (Shared::held).
 
-Where ranks of one host share a model, each runs the step of its part. Of Wo and Down each has some of
-the inputs: a program sends what its tiles give to the other ranks' programs with the same tiles, as
-words in the memory of their GPUs, and adds what these send to it, in the ranks' order. From there on
-all is as if a rank had all inputs (sum_of_ranks() in step_base.cu).
+Where ranks of one host share a model, each runs this step with its share of the weights. Of Wo and
+Down it has some of the inputs. So a program sends what its tiles give to the programs of the other
+ranks that have the same tiles, as words in the memory of their GPUs. It adds what they send to it,
+in the ranks' order. From there on all is as if a rank had all inputs (sum_of_ranks() in
+step_base.cu).
 
-Measured on an H200, 2026-11-28 and 29, the way of scripts/benchmark_step.py: us a layer, of the
-first 12 (8 of Qwen3-30B-A3B and Qwen3.5-35B-A3B in bf16 and of Qwen3.5-4B, 6 of 7B, 8B and 12B, 4 of
-7B in bf16, all 30 of SmolLM2-135M), int4 in groups of 128, with so many tokens in the cache. b: at
-96f6ed4 or b8f8b08. =: both columns are of one call; else launches, which did not change, are of
-another one:
+Measured on one H200 and, of two ranks, on two, on 2026-11-28 and 29: us a layer with so many tokens
+in the cache. One H200: by scripts/benchmark_step.py. Two ranks: in the same way, but that script
+does not start ranks. The last column is the commit of one launch; b is 96f6ed4 or b8f8b08. With "="
+both times are of one call; else those of launches, which did not change, are of another one. Timed
+are the first 12 layers (8 of Qwen3-30B-A3B and Qwen3.5-35B-A3B in bf16 and of Qwen3.5-4B, 6 of 7B,
+8B and 12B and of gpt-oss-20b, 4 of 7B in bf16 on one GPU, all 30 of SmolLM2-135M; of two ranks 12 and
+6); int4 is in groups of 128:
 
                         tokens    launches    one launch
     Qwen3-30B-A3B, int4    200        28.0    20.0    a94d5d7
@@ -183,7 +190,7 @@ import torch.distributed as dist
 from torch import Tensor, library, nn
 
 from fast import nvrtc
-from fast.collectives import HOST, memory_of_ranks
+from fast.collectives import ON_CPU, memory_of_ranks
 from fast.delta import TOKENS
 from fast.experts import FusedMoE
 from fast.layout import Packed
@@ -196,14 +203,19 @@ WARPS = 16  # of a program, beside the producer
 # Slots that may be on their way to a program while it waits for words and while it multiplies; of a
 # mixture's small products, all the time.
 IN_FLIGHT, IN_FLIGHT_SMALL = (1, 3), (2, 2)
-# How often a warp asks for a word, a few seconds, before the kernel traps; not where ranks share layers.
+# How often a warp asks for a word before the kernel traps: that takes a few seconds. Ranks that share
+# a step wait without an end, see give_up_after() in step_base.cu.
 TRIES = 1 << 21
-# Up to where one launch was found to be as fast, or was measured: slots of a cache, of dense models
-# and of mixtures, and bytes of a dense layer's weights, of one GPU and of a rank, whose launches are two
-# more.
+# Limits of why_slower(). Up to here one launch was about as fast as launches, or faster; beyond, it
+# was slower or nobody measured it. Positions of a cache, of dense models and of mixtures:
 LONGEST, LONGEST_OF_EXPERTS = 33_000, 132_000
+# Bytes of a dense layer's weights: on one GPU, and on each of several ranks. There one launch saves
+# more, as the two all-reduces of a layer are launches, too.
 LARGEST_DENSE, LARGEST_SHARED, MOST_RANKS = 128 << 20, 200 << 20, 2
 LEAST_STAGES = 4 + IN_FLIGHT[1]  # of the ring, for two squads of eight warps
+NO_INT8_CACHE = (
+    "an int8 cache with heads of 64, in fp16, or with a length that is no multiple of four"
+)
 LARGEST_SPLITS, COPIES = 32, 4  # of step_base.cu and step_router.cu
 FIELDS = 32  # of a layer
 PER_PRODUCT = 4
@@ -354,8 +366,8 @@ def why_launches(decoder: nn.Module) -> str | None:
 
 
 def why_slower(decoder: nn.Module) -> str | None:
-    """Why layers that step.cu can say keep their launches: these are faster, at least in long
-    texts, or nobody measured it."""
+    """Why layers that step.cu can run keep their launches: because these are faster, at least in
+    long texts, or because nobody timed one launch. None: nothing speaks against it."""
     first = decoder.layers[0]
     weights = [operation.w for operation in operations(first)]
     if any(w.kind == "mxfp4" for w in weights):
@@ -368,6 +380,7 @@ def why_slower(decoder: nn.Module) -> str | None:
     if not experts and sum(map(bytes_of, weights)) > largest:
         return f"a dense layer of more than {largest >> 20} MiB"
     halves = [layer.attention for layer in decoder.layers if layer.attention.fused]
+    # Not timed yet: step.cu can run these.
     if any(half.attn.cache.k_scale is not None for half in halves):
         return "an int8 cache"
     longest = LONGEST_OF_EXPERTS if experts else LONGEST
@@ -440,11 +453,13 @@ def unsupported_of_attention(fused: nn.Module) -> str | None:
         return f"heads of {attn.head_dim} of which {turned} turn"
     if attn.sizes[0] > 8 * attn.sizes[1]:
         return f"{attn.sizes[0] // attn.sizes[1]} queries of a key"
+    # Of int8 a box has 128 columns, and copied scales begin and end at multiples of four. A value's
+    # scale multiplies a share, which fp16 might not hold.
     int8 = cache.k_scale is not None
     if int8 != (cache.v_scale is not None):
         return "keys or values alone in int8"
     if int8 and (attn.head_dim < 128 or cache.dtype != torch.bfloat16 or cache.k.shape[2] % 4):
-        return "an int8 cache of heads of 64, in fp16, or of slots that are no multiple of four"
+        return NO_INT8_CACHE
     if cache.k.shape != cache.v.shape:
         return "values of another size than keys"
     norm = attn.q_norm
@@ -496,8 +511,8 @@ class Step:
     """Of a FusedDecoder for which unsupported() is None: its layers' weights, and what its programs
     share. `programs` of them run at once, each with `memory` bytes of shared memory.
 
-    Where ranks share the model, this one is the rank-th, and parts has int64 [2, R, D] of zeros in
-    the memory of each: see sum_of_ranks() in step_base.cu."""
+    Where ranks share the model, this is the step of number `rank`. parts: of each rank an int64 [2,
+    R, D] of zeros in its memory, see sum_of_ranks() in step_base.cu; empty on one GPU alone."""
 
     def __init__(
         self,
@@ -544,6 +559,7 @@ class Step:
             torch.zeros(size, dtype=torch.int64, device=device) for size in words.values()
         ]
         self.started = torch.zeros(1, dtype=torch.int64, device=device)
+        # The kernel's `parts`: the address of each rank's words, then this rank's number.
         self.places = torch.tensor([*map(address, parts or [None]), rank], device=device)
         maps = [self.maps_of(layer) for layer in layers]
         self.maps = torch.tensor(maps, device=device)  # [n_layer, products and 2, 16]
@@ -588,11 +604,17 @@ class Step:
         return (self.memory - rest) // (math.ceil(max(slots) / 1024) * 1024)
 
     def maps_of(self, layer: nn.Module) -> list[list[int]]:
-        """What step.cu copies boxes of: each product's weight [X, N, K], if it has 16 bits, and the
-        caches of keys and values [K, L, E]. A row of a box is 64 numbers; of weights it has 16 rows
-        or, of gated ones, 8 of both halves, and a slot's units or, of experts whose rows are added,
-        as many as divide a row; of keys all columns of 4096 / E slots, of values 64. Two codes of an int8 cache count as a
-        number."""
+        """The tensor maps by which copy_box() copies, [products and 2, 16]: of each product's weight
+        [X, N, inputs], zeros if it has no 16 bits; then of the cache's keys and values [kv heads, L,
+        E], zeros if the layer is recurrent.
+
+        A box has rows of 128 bytes. A map calls them 64 numbers of 16 bits; of an int8 cache they
+        are 128 codes. A box takes
+
+            weight     16 rows of N or, if gated, 8 of both halves; of each the inputs of 8 units
+                       or, of Down of a mixture, of as many as divide 8 and a row's units
+            keys       4,096 / E positions, all of E
+            values     4,096 / E positions, 128 bytes of E"""
         maps = []
         for operation in operations(layer):
             w = operation.w
@@ -610,8 +632,8 @@ class Step:
             return [*maps, [0] * 16, [0] * 16]
         cache = layer.attention.attn.cache
         _, K, L, E = cache.k.shape
-        rows = 4096 // E
-        row = E * cache.k.itemsize
+        rows = 4096 // E  # positions of a box
+        row = E * cache.k.itemsize  # bytes of a position; parts: its 128 bytes; head: bytes
         parts, head = row // 128, L * row
         keys = (64, L, parts, K, 1), (row, 128, head, head), (64, rows, parts, 1, 1)
         values = (64, L, 1, K, parts), (row, head, head, 128), (64, rows, 1, 1, 1)
@@ -746,9 +768,9 @@ def compiled(step: Step) -> Step | None:
 
 
 def step_of(decoder: nn.Module) -> Step | None:
-    """The step of this decoder, if its layers need no launches of their own. Where ranks share the
-    layers, all call this together, and all have a step, which is compiled, or none has one: a rank
-    with launches would wait for one without."""
+    """The step of this decoder; None where its layers keep their launches. Where ranks share the
+    layers, all call this together, and all get a step, compiled here, or none does: in one launch
+    they exchange words, with launches other buffers, so that a mix would wait forever."""
     model = decoder.model
     device = model.embed.weight.device
     if device.type != "cuda":
@@ -758,7 +780,8 @@ def step_of(decoder: nn.Module) -> Step | None:
     serves = (of.major, of.minor) >= (9, 0) and has_gemv(device) and not why_launches(decoder)
     if not any(isinstance(part, RowParallelLinear) for part in decoder.modules()):
         return with_ring(Step(decoder, *sizes)) if serves else None
-    if len(model.rows) > 1 or not on_all_ranks(serves, HOST):
+    # With more rows a step would rarely be run, and compiled here for nothing.
+    if len(model.rows) > 1 or not on_all_ranks(serves, ON_CPU):
         return None
     shape = 2, dist.get_world_size(), model.config.dim
     parts = memory_of_ranks(shape, torch.int64, 0, device)
@@ -766,10 +789,10 @@ def step_of(decoder: nn.Module) -> Step | None:
         return None
     step = with_ring(Step(decoder, *sizes, rank=dist.get_rank(), parts=parts))
     step = step and compiled(step)
-    if on_all_ranks(step is not None, HOST):
+    if on_all_ranks(step is not None, ON_CPU):
         return step
     if step is not None:
-        why = "another rank cannot do otherwise"
+        why = "another rank cannot compile or hold the step"
         print(f"a layer has launches of its own, which is slower: {why}", file=sys.stderr)
     return None
 

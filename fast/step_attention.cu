@@ -115,20 +115,22 @@ __device__ __forceinline__ void put_head(u16* to, const float (&x)[LANE_ELEMENTS
     ((u32*)to)[(lane * LANE_ELEMENTS + i) / 2] = pair_of(x[i], x[i + 1]);
 }
 
-// As model.to_int8(): the codes of a key or value, and its scale.
+// A key or value as model.to_int8() has it: each lane writes the codes of its elements -> the scale.
+// Elements are rounded first, as they are where the model writes them.
 __device__ __forceinline__ float put_codes(unsigned char* to, const float (&x)[LANE_ELEMENTS],
                                            int lane) {
   float y[LANE_ELEMENTS];
-  u32 most = 0;  // as bits, of which a NaN's are the largest
+  u32 most = 0;  // the bits of the largest size; those of a NaN are larger
 #pragma unroll
   for (int i = 0; i < LANE_ELEMENTS; i++) {
     y[i] = number(rounded(x[i]));
     most = max(most, __float_as_uint(y[i]) & 0x7fffffff);
   }
-  const float scale = __uint_as_float(__reduce_max_sync(~0u, most)) / 127, by = fmaxf(scale, 1e-30f);
+  const float scale = __uint_as_float(__reduce_max_sync(~0u, most)) / 127;
+  const float no_zero = fmaxf(scale, 1e-30f);
 #pragma unroll
   for (int i = 0; i < LANE_ELEMENTS; i++)
-    to[lane * LANE_ELEMENTS + i] = (unsigned char)__float2int_rn(y[i] / by);
+    to[lane * LANE_ELEMENTS + i] = (unsigned char)__float2int_rn(y[i] / no_zero);
   return scale;
 }
 
@@ -162,7 +164,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
     else
       put_head(here, x, lane);
     if (!is_query && task.slice == 0) {
-      const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32);  // slots of the cache
+      const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32);  // positions of the cache
       const long long slot = (long long)kv * length + position;
       const int cache = is_key ? K_CACHE : V_CACHE;
       if (INT8_CACHE)
@@ -175,7 +177,8 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
   meet();
   if (warp == 0) s.streaming = 1;
 
-  // The new token's slot is read from shared memory, as 16 slots of which 15 are masked.
+  // A tile is 16 positions here. The new token's is read from shared memory, as a tile of which 15
+  // are masked.
   const int cached = (task.end - task.begin + 15) / 16, all_tiles = cached + task.has_new;
   const int nth_slice = of.slice_of(warp), first_tile = of.per_slice(warp);
   float largest[2] = {-1e30f, -1e30f}, total[2] = {0, 0}, acc[4][4] = {};  // of queries 2 t + j
@@ -190,14 +193,14 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
       wait_for(s.held[at % STAGES], at);
       wait(&s.full[at % STAGES], at / STAGES & 1);
     }
-    // Row n of the left operand is slot far_apart(n) of the tile's 16, where lane 4 g + t has rows
-    // g and g + 8. Behind the last slot the last is read again, and masked below.
+    // Row n of the left operand is position far_apart(n) of the tile's 16, where lane 4 g + t has
+    // rows g and g + 8. Behind the last position the last is read again, and masked below.
     const unsigned char* box = p.slot(at);
     const unsigned char* keys = is_new ? (const unsigned char*)s.k : box;
     const int bytes = is_new ? 128 : CACHE_ROWS * 128;  // between 128 bytes of a row and the next
     const int row = is_new ? 0 : tile % SLOT_TILES * 16;
     const int rows[2] = {row + min(far_apart(g), last), row + min(far_apart(g) + 8, last)};
-    float c[4] = {}, d[4] = {};  // of query 2 t + i % 2 and slot g + i / 2 * 8
+    float c[4] = {}, d[4] = {};  // of query 2 t + i % 2 and row g + i / 2 * 8
     const u16* query = s.q[min(g, QUERIES - 1)];
 #pragma unroll
     for (int i = 0; i < LANE_ELEMENTS; i++) {
@@ -209,8 +212,8 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
       mma(c, {k0.x, k1.x, k0.y, k1.y}, q.x, q.y);
       mma(d, {k0.z, k1.z, k0.w, k1.w}, q.z, q.w);
     }
-    // Columns 8 g to 8 g + 7 of the values of rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. Two slices of int8
-    // are in one box.
+    // Columns 8 g to 8 g + 7 of the values of rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. An int8 box
+    // has two slices.
     const int slice = task.slice + nth_slice;
     const unsigned char* values =
         is_new ? (const unsigned char*)s.v + slice / (INT8_CACHE ? 2 : 1) * 128
@@ -220,8 +223,10 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
 #pragma unroll
     for (int j = 0; j < 4; j++)
       value[j] = eight_of(values, row + min(j / 2 * 8 + far_apart(2 * t + j % 2), last), nth_eight);
+    // A scale belongs to a position, so it multiplies that position's score or share.
     float k_scale[2] = {1, 1}, v_scale[2] = {1, 1};  // of rows[0] and rows[1]
     if (INT8_CACHE) {
+      // All slots of a task begin at the same remainder of 4, as CACHE_ROWS is a multiple of it.
       const float* of_slot = (const float*)(box + KEY_BYTES + VALUE_BYTES) + task.begin % 4;
 #pragma unroll
       for (int j = 0; j < 2; j++) {
@@ -248,7 +253,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
     for (int j = 0; j < 2; j++) {
 #pragma unroll
       for (int o = 4; o < 32; o *= 2) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
-      if (tile != first_tile) {  // a text of few slots has no more than the first
+      if (tile != first_tile) {  // a short text has no more than the first
         const float shrink = exp2f(largest[j] - most[j]);
         total[j] *= shrink;
 #pragma unroll
@@ -264,7 +269,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth, 
       c[i] = exp2f(c[i] - most[i % 2]);
       total[i % 2] += c[i];
     }
-    // The shares as the right operand: pairs of slots of query g.
+    // The shares, times the values' scales, as the right operand: pairs of rows of query g.
     const u32 b0 = transposed(pair_of(c[0] * v_scale[0], c[1] * v_scale[0]));
     const u32 b1 = transposed(pair_of(c[2] * v_scale[1], c[3] * v_scale[1]));
 #pragma unroll

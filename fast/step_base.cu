@@ -6,7 +6,7 @@
 // if RECURRENT (some layers are recurrent), In and Delta, which is the mixer's.
 
 constexpr int SQUAD_WARPS = 8, SQUADS = WARPS / SQUAD_WARPS;  // warps that share a slot
-constexpr int LARGEST_SPLITS = 32;  // programs that share the slots of a kv head
+constexpr int LARGEST_SPLITS = 32;  // programs that share the positions of a kv head
 constexpr float LOG2_E = 1.4426950408889634f;
 
 #ifndef CUDA_ON_CPU
@@ -68,8 +68,8 @@ __device__ __forceinline__ bool meet_any(bool mine) {  // whether it is so for a
 __device__ __forceinline__ void copy_word(u64* to, const u64* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address(to)), "l"(from) : "memory");
 }
-// A box of 16-bit numbers, as Step.maps_of() in step.py describes it, from a row on; y and z: unit
-// and expert of weights, kv head and columns of a cache.
+// A box of rows of 128 bytes, as Step.maps_of() in step.py describes it, from a row (or position)
+// on. Of weights y is the unit and z the expert; of a cache y is the kv head and z the 128-byte part.
 __device__ __forceinline__ void copy_box(void* to, const void* map, int row, int y, int z, u64* b) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
@@ -138,15 +138,15 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
 // layer and step, so that a word tells by itself whether it is there: no fence, nothing to clear.
 __device__ __forceinline__ u64 word_of(u32 value, u32 tag) { return (u64)tag << 32 | value; }
 
-// Who waits for a word that does not come ends all, unless there are several ranks: one of them may
-// begin a step at any time later, as when nobody reads what it prints; torchrun ends all with one.
+// A program that waits too long for a word traps: after that the process cannot use the GPU any
+// more. It does not where ranks share the step: another rank may begin it at any time later, for
+// example while its output is blocked. If a rank dies, torchrun ends the others.
 __device__ __forceinline__ void give_up_after(int tries) {
   if (RANKS == 1 && tries > TRIES) give_up();
 }
 
 // Waits for words at p + at[i] with this tag, and keeps their values. All lanes of a warp call this
-// together; at[i] < 0: this lane wants none. What never comes to a rank that is alone ends in a trap,
-// after which the process can use the GPU no longer. ACROSS: other ranks write them.
+// together; at[i] < 0: this lane wants none. ACROSS: other ranks write them.
 template <bool ACROSS = false, int N>
 __device__ __forceinline__ void await(u32 (&values)[N], const u64* p, const int (&at)[N], u32 tag) {
   for (int tries = 0;; tries++) {
@@ -176,15 +176,15 @@ enum {
   SINK,
   COS,
   SIN,
-  LENGTH_AND_WINDOW,  // the cache's slots in the high half
+  LENGTH_AND_WINDOW,  // the cache's positions in the high half
   K_MAP,
   V_MAP,
-  DECAYS,  // of a recurrent layer, too
+  DECAYS,  // these two are of a recurrent layer; attention has the scales of an int8 cache here
   CORRECTIONS,
   FIELDS
 };
 enum { FILTER = K_CACHE, LOG_A, DT_BIAS, VALUE_NORM, GATES, INPUTS, STATES, KEYS };
-enum { K_SCALES = DECAYS, V_SCALES };  // of an int8 cache
+enum { K_SCALES = DECAYS, V_SCALES };  // of an int8 cache, in places that attention does not use
 static_assert(FIELDS <= 32 && KEYS < K_MAP, "a lane copies one");
 
 struct Layer {
@@ -287,11 +287,12 @@ static_assert(SLOT >= 16 * 1024);  // of the cache there is no more
 constexpr int MOST_UNITS = largest_of<UnitsOf, OPERATIONS>();
 constexpr int MOST_TILES = largest_of<TilesHere, OPERATIONS>();
 constexpr int QUERIES = HEADS / KV_HEADS;  // of a kv head
-// A head's values are slices of 64 columns, of which attention's tasks have one or, of longer texts,
-// WIDE. A slot of the ring has CACHE_ROWS positions of the cache, SLOT_TILES times the 16 that a warp
-// takes at once: KEY_BYTES of keys, and VALUE_BYTES of each slice of the values. Of an int8 cache two
-// slices lie side by side in VALUE_BYTES, and behind them are SLOT_SCALES of keys, and as many of values: those
-// of the slot's positions, from the last multiple of four on.
+// A head's values are slices of 64 columns, of which attention's tasks have one or, of longer
+// texts, WIDE. A slot of the ring has CACHE_ROWS positions of the cache, SLOT_TILES times the 16
+// that a warp takes at once: KEY_BYTES of keys, and VALUE_BYTES of each slice of the values. Of an
+// int8 cache VALUE_BYTES hold two slices side by side. Behind them are SLOT_SCALES scales of keys,
+// and as many of values: of the slot's positions, and of up to four others around them, as copies
+// begin and end at multiples of 16 bytes.
 constexpr int COLUMNS = 64, COLUMN_SLICES = HEAD_DIM / COLUMNS, WIDE = smallest(2, COLUMN_SLICES);
 constexpr int CACHE_ROWS = 4096 / HEAD_DIM, SLOT_TILES = CACHE_ROWS / 16;
 constexpr int KEY_BYTES = CACHE_ROWS * HEAD_DIM * (INT8_CACHE ? 1 : 2);
@@ -305,16 +306,17 @@ __device__ __forceinline__ int far_apart(int row) { return row ^ (row & 1) << 2;
 __device__ __forceinline__ uint4 part_of(const unsigned char* box, int row, int part) {
   return *(const uint4*)(box + row * 128 + ((part ^ row) & 7) * 16);
 }
-// Eight codes of an int8 cache as numbers of 16 bits, which have them all.
+// Eight codes of an int8 cache as numbers of 16 bits, which hold each code exactly.
 __device__ __forceinline__ uint4 widened(uint2 codes) {
-  const u32 shifted[2] = {codes.x ^ 0x80808080u, codes.y ^ 0x80808080u};  // plus 128
+  const u32 shifted[2] = {codes.x ^ 0x80808080u, codes.y ^ 0x80808080u};  // + 128: 0 to 255
   float y[8];
 #pragma unroll
-  for (int i = 0; i < 8; i++)  // 2^23 + 128 + code, less that
+  for (int i = 0; i < 8; i++)  // the bits of 2^23 + 128 + code; 2^23 + 128 is taken off again
     y[i] = __uint_as_float(__byte_perm(shifted[i / 4], 0x4B000000u, 0x7440 + i % 4)) - 8388736.0f;
   return {pair_of(y[0], y[1]), pair_of(y[2], y[3]), pair_of(y[4], y[5]), pair_of(y[6], y[7])};
 }
-// The n-th eight numbers of a row of a box of the cache, whose 128 bytes are 8 or, of int8, 16 of these.
+// Numbers 8 n to 8 n + 7 of a row of a box of the cache, whose 128 bytes have 64 numbers or, in
+// int8, 128.
 __device__ __forceinline__ uint4 eight_of(const unsigned char* box, int row, int n) {
   if (!INT8_CACHE) return part_of(box, row, n);
   const uint4 part = part_of(box, row, n >> 1);
@@ -366,8 +368,10 @@ struct Shared {
     DeltaMemory delta;
 #endif
   };
+  // Queries, and the new key and value. With an int8 cache k and v hold codes, a byte each, and
+  // new_scales their scales.
   alignas(16) u16 q[QUERIES][HEAD_DIM], k[HEAD_DIM], v[HEAD_DIM];
-  float new_scales[2];  // of the new key and value, where the cache is int8, and k and v are its codes
+  float new_scales[2];
   float largest[QUERIES][WARPS], total[QUERIES][WARPS];
   int experts[32];
   float weights[32];
@@ -384,8 +388,8 @@ struct Shared {
   volatile int streaming;  // whether this program's warps multiply
   u64 full[32], empty[32], chosen;
   volatile int held[32];  // of each place of the ring, the number of the slot that has it
-  u64* parts[RANKS];         // in each rank's memory: see sum_of_ranks()
-  int rank;
+  u64* parts[RANKS];         // the words in each rank's memory: see sum_of_ranks()
+  int rank;                  // this one
   u64 fields[2][2][FIELDS];  // the producer's, and the others'; of layers with even and odd numbers
 };
 constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
@@ -418,11 +422,15 @@ __device__ __forceinline__ int share_of(int all) {
   return n < all ? (all - 1 - n) / PROGRAMS + 1 : 0;
 }
 
-// Of a product that each rank has some inputs of, output n: the sum of all ranks' y, added in the
-// ranks' order, so that all get the same bits. What a rank sends are words in the memory of whom it
-// sends them to, [2, RANKS, D]: of Wo and of Down, of each sender. A rank sends Wo's of the next layer
-// when it has read Down's of this one, which the receiver sent after it had read Wo's: so none is
-// written over too early. Lanes 0 to 15 have an output each; what the others get is not used.
+// Output n of Wo or Down, of which each rank has some inputs: the sum of all ranks' y. All add in
+// the ranks' order, and so get the same bits.
+//
+// s.parts[r] is in rank r's memory, and has what the others send to it: words [2, RANKS, D], of Wo
+// and of Down, a row for each sender. Tags agree, as all ranks launch the same steps. No word is
+// written over too early: a rank sends Wo's of the next layer after it has read Down's of this one,
+// which the receiver sent after it had read Wo's of this one. Of Down's it is the same.
+//
+// Lanes 0 to 15 have an output each; what the other lanes get is not used.
 __device__ __forceinline__ float sum_of_ranks(const Program& p, bool of_down, int n, float y,
                                               u32 tag) {
   const auto place = [&](int rank) { return (of_down * RANKS + rank) * D + n; };
@@ -431,14 +439,15 @@ __device__ __forceinline__ float sum_of_ranks(const Program& p, bool of_down, in
   const int own = p.s->rank;
 #pragma unroll
   for (int i = 1; i < RANKS; i++)
-    if (there) poke_across(memory[(own + i) % RANKS] + place(own), word_of(__float_as_uint(y), tag));
-  u32 parts[RANKS];
+    if (there)
+      poke_across(memory[(own + i) % RANKS] + place(own), word_of(__float_as_uint(y), tag));
+  u32 received[RANKS];
   int at[RANKS];
 #pragma unroll
   for (int r = 0; r < RANKS; r++) at[r] = there && r != own ? place(r) : -1;
-  await<true>(parts, memory[own], at, tag);
+  await<true>(received, memory[own], at, tag);
   float sum = 0;
 #pragma unroll
-  for (int r = 0; r < RANKS; r++) sum += r == own ? y : __uint_as_float(parts[r]);
+  for (int r = 0; r < RANKS; r++) sum += r == own ? y : __uint_as_float(received[r]);
   return sum;
 }

@@ -411,8 +411,9 @@ struct Product : Sizes<O> {
     }
   }
 
-  // A warp's lanes have the 16 rows of the t-th tile twice: their sums -> words, and `row_out`, if
-  // it is there, as a plain row.
+  // The sums of the t-th tile -> words, and `row_out`, if it is there, as a plain row. Lanes 0 to 15
+  // have its 16 rows, and lanes 16 to 31 have them again, for half of the warps' sums each. If
+  // ROW_PARALLEL, other ranks' sums are added.
   template <class To>
   static __device__ __forceinline__ void finish(const Program& p, int t, const Layer& layer,
                                                 int field, u64* out, u32 tag, u16* row_out) {

@@ -19,7 +19,7 @@ import torch
 from fast import nvrtc, use_kernels
 from fast.delta import TOKENS
 from fast.decoder import FusedDecoder, install_kernels
-from fast.step import LEAST_STAGES, Step, why_launches
+from fast.step import LEAST_STAGES, NO_INT8_CACHE, Step, why_launches
 from gemv_on_cpu import step_on_cpu
 from helpers import (
     ENGINES,
@@ -69,7 +69,6 @@ BEHIND = dict(query_pre_attn_scalar=64, sliding_window=24)
 WIDE = dict(hidden_size=1152)  # a warp has several units
 SEVERAL = dict(hidden_size=576, intermediate_size=1344)
 LARGE = dict(intermediate_size=88_000, num_hidden_layers=1)
-NO_INT8_CACHE = "an int8 cache of heads of 64, in fp16, or of slots that are no multiple of four"
 LONG_CACHE = dict(max_seq_len=33_001)
 LONG = dict(head_dim=256, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
 ONE_HEAD = LONG | dict(head_dim=128)
