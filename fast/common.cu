@@ -218,6 +218,61 @@ __device__ __forceinline__ void add_products(int (&c)[4], int (&d)[4], const u32
   }
 }
 
+// The same of e4m3's numbers, whose operands are halves in the digits' places: a lane's inputs, divided
+// by a power of two, so that `scale` makes them less than 2^14. Column n has the n-th of TERMS terms, of
+// which each is what the ones before it leave.
+template <int DIGIT_WORDS, int SETS, int TERMS, int INPUTS>
+__device__ __forceinline__ void put_halves(u32* digits, const float (&v)[INPUTS], float scale,
+                                           int lane) {
+#pragma unroll
+  for (int pair = 0; pair < 2; pair++) {
+    float low = v[2 * pair] * scale, high = v[2 * pair + 1] * scale;
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      u32& term = digit_word<DIGIT_WORDS, SETS>(digits, lane, n, pair);
+      term = n < TERMS ? two_halves(low, high) : 0;
+      low -= half_to_float(term & 0xFFFF);
+      high -= half_to_float(term >> 16);
+    }
+  }
+}
+// A word of four e4m3 codes as two pairs of fp16, 2^-8 times the numbers (see layout.py).
+__device__ __forceinline__ void e4m3_to_halves(u32 word, u32& first, u32& second) {
+  first = word & 0xbf80bf80u;
+  second = word << 7 & 0x3f803f80u | word << 1 & 0x80008000u;
+}
+
+// What a lane sums up of four words of 16 rows, and the number that two columns of it make.
+template <int DIGIT_WORDS, bool FP4>
+struct Integers {
+  typedef int Type;
+  static __device__ __forceinline__ void add(int (&c)[4], int (&d)[4], const u32 (&a)[4],
+                                             const u32 (&b)[2][2]) {
+    add_products<DIGIT_WORDS, FP4>(c, d, a, b);
+  }
+  static __device__ __forceinline__ float value(int first, int second) {
+    return (float)first + 256 * (float)second;
+  }
+};
+struct Halves {
+  typedef float Type;
+  static __device__ __forceinline__ void add(float (&c)[4], float (&d)[4], const u32 (&a)[4],
+                                             const u32 (&b)[2][2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      u32 w[4];
+      e4m3_to_halves(a[2 * r], w[0], w[2]);
+      e4m3_to_halves(a[2 * r + 1], w[1], w[3]);
+      hmma(r ? d : c, w, b[r][0], b[r][1]);
+    }
+  }
+  static __device__ __forceinline__ float value(float first, float second) { return first + second; }
+};
+template <bool FP8, int DIGIT_WORDS, bool FP4> struct SumOf {
+  typedef Integers<DIGIT_WORDS, FP4> Type;
+};
+template <int DIGIT_WORDS, bool FP4> struct SumOf<true, DIGIT_WORDS, FP4> { typedef Halves Type; };
+
 // The i-th scale here, and the zero point if it stands beside it: fp16 and 16 bits, else fp32 or, of
 // MXFP4, the exponent's byte.
 template <bool BYTES, bool FLOATS>

@@ -180,12 +180,7 @@ __device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs
     if (unit >= UNITS) break;
     u32* digits = &t.digits[unit][0][0];
     if constexpr (E4M3) {
-#pragma unroll
-      for (int pair = 0; pair < 2; pair++) {
-        const u32 both = two_halves(v[s][2 * pair] * scale, v[s][2 * pair + 1] * scale);
-#pragma unroll
-        for (int n = 0; n < 4; n++) digit_word<WORDS, SETS>(digits, lane, n, pair) = both;
-      }
+      put_halves<WORDS, SETS, 1>(digits, v[s], scale, lane);
       continue;
     } else {
       put_digits<WORDS, SETS, E2M1>(digits, v[s], scale, lane);
@@ -214,8 +209,7 @@ __device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs
   __syncwarp();
   // 1 / scale, and what else a product is too large by: int4's codes 16, e2m1's 2
   float unit = __uint_as_float((exponent - (E4M3 ? 13 : E2M1 ? 26 : BITS == 4 ? 29 : 25)) << 23);
-  // Of the digits in this lane's columns; of halves all columns are equal.
-  if (lane & 1) unit *= E4M3 ? 0 : 65536;
+  if (lane & 1 && !E4M3) unit *= 65536;  // of the digits in this lane's columns
   if (!GROUPED) {
     offset *= unit;
     offset += __shfl_xor_sync(~0u, offset, 1);
@@ -225,43 +219,7 @@ __device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs
   return unit;
 }
 
-// A word of four e4m3 codes as two pairs of fp16, 2^-8 times the numbers (see layout.py).
-__device__ __forceinline__ void to_halves(u32 word, u32& first, u32& second) {
-  first = word & 0xbf80bf80u;
-  second = word << 7 & 0x3f803f80u | word << 1 & 0x80008000u;
-}
-
-// What a lane sums up of four words of 16 rows, and the number that two columns of it make.
-struct Integers {
-  typedef int Type;
-  static __device__ __forceinline__ void add(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2][2]) {
-    add_products<WORDS, E2M1>(c, c, a, b);
-  }
-  static __device__ __forceinline__ float value(int first, int second) {
-    return (float)first + 256 * (float)second;
-  }
-};
-struct Halves {
-  typedef float Type;
-  static __device__ __forceinline__ void add(float (&c)[4], const u32 (&a)[4],
-                                             const u32 (&b)[2][2]) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      u32 w[4];
-      to_halves(a[2 * r], w[0], w[2]);
-      to_halves(a[2 * r + 1], w[1], w[3]);
-      hmma(c, w, b[r][0], b[r][1]);
-    }
-  }
-  static __device__ __forceinline__ float value(float first, float) { return first; }
-};
-template <bool> struct Choice {
-  typedef Integers Type;
-};
-template <> struct Choice<true> {
-  typedef Halves Type;
-};
-typedef Choice<E4M3>::Type Sum;
+typedef SumOf<E4M3, WORDS, E2M1>::Type Sum;
 
 // Where the rows of w of a tile of the launch are, and which of its experts has them.
 __device__ __forceinline__ int nth_of(int tile, int unit, int tiles) {
@@ -344,7 +302,7 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
         const uint4 low = p[m >> 1][0], high = p[m >> 1][1];
         const u32 a[4] = {m & 1 ? low.z : low.x, m & 1 ? high.z : high.x, m & 1 ? low.w : low.y,
                           m & 1 ? high.w : high.y};
-        Sum::add(c, a, o.b[m]);
+        Sum::add(c, c, a, o.b[m]);
         if (GROUPED && (m + 1) % (4 / SETS) == 0) {
           const int set = m / (4 / SETS);
           const int block = unit_block + (SETS == 1 ? half : SETS == 2 ? set : set >> 1);

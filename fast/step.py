@@ -137,6 +137,20 @@ are the first 12 layers (8 of Qwen3-30B-A3B and Qwen3.5-35B-A3B in bf16 and of Q
     Llama-2-7B, int8       200        54.1    56.2    b
     Llama-2-7B, bf16       200       103.5   107.4    b
 
+    with an int8 cache, weights in int4:
+    Qwen3-30B-A3B          200        31.6    21.0    1cc9911, =
+                         2,000        33.1    22.7    1cc9911, =
+                         8,000        37.2    25.4    1cc9911, =
+                        33,000        45.0    41.5    1cc9911, =
+    Qwen3.5-35B-A3B        200        33.8    23.1    1cc9911, =
+                         2,000        36.4    23.4    1cc9911, =
+                         8,000        36.5    24.9    1cc9911, =
+                        33,000        42.0    32.9    1cc9911, =
+    Llama-3.1-8B           200        41.6    36.1    1cc9911, =
+                         2,000        42.0    37.7    1cc9911, =
+                         8,000        46.3    46.5    1cc9911, =
+                        33,000        61.7    81.2    1cc9911, =
+
     of two ranks, bf16:
     Qwen3-30B-A3B          200        37.1    27.2    a1c7078, =
     Llama-2-7B             200        60.0    57.3    a1c7078, =
@@ -207,8 +221,9 @@ IN_FLIGHT, IN_FLIGHT_SMALL = (1, 3), (2, 2)
 # a step wait without an end, see give_up_after() in step_base.cu.
 TRIES = 1 << 21
 # Limits of why_slower(). Up to here one launch was about as fast as launches, or faster; beyond, it
-# was slower or nobody measured it. Positions of a cache, of dense models and of mixtures:
-LONGEST, LONGEST_OF_EXPERTS = 33_000, 132_000
+# was slower or nobody measured it. Positions of a cache of 16 bits and of one in int8, of dense
+# models and of mixtures:
+LONGEST, LONGEST_OF_EXPERTS = (33_000, 8_000), (132_000, 33_000)
 # Bytes of a dense layer's weights: on one GPU, and on each of several ranks. There one launch saves
 # more, as the two all-reduces of a layer are launches, too.
 LARGEST_DENSE, LARGEST_SHARED, MOST_RANKS = 128 << 20, 200 << 20, 2
@@ -244,11 +259,13 @@ class Operation(NamedTuple):
             dict(
                 BITS=w.bits,
                 E2M1=w.kind == "mxfp4",
+                E4M3=w.kind == "fp8",
                 K=w.K,
                 N=w.N // 2 if w.gated else w.N,
                 GROUP=group_in_kernel(w, some),
                 PARTS=w.parts,
                 FLOAT_SCALES=scales is not None and scales.dtype == torch.float32,
+                SHARED_ROWS=shares_scales(w),
                 GATED=w.gated,
                 EXPERTS=self.experts,
                 NORM=self.norm is not None,
@@ -265,9 +282,6 @@ class Operation(NamedTuple):
     def unsupported(self) -> str | None:
         """Why step.cu has no such product."""
         w = self.w
-        scales = w.scales_and_zeros
-        if w.kind not in ("16-bit", "int8", "int4", "mxfp4"):
-            return f"{w.kind} weights"
         if w.perm is not None:
             return "act-order"
         if self.post_norm is not None and self.experts:
@@ -278,7 +292,15 @@ class Operation(NamedTuple):
             return f"a product of {w.N} x {w.K} in {w.kind}"
         if w.bits == 16 and w.K % 64:
             return f"16-bit weights of {w.K} inputs"
-        return "scales that rows share" if scales is not None and scales.shape[2] == 2 else None
+        # Scales come two by two, each of a unit's inputs.
+        if shares_scales(w) and (w.group_size != 2 * w.block or w.K % (4 * w.block)):
+            return f"scales that rows share, of {w.group_size} of {w.K} inputs"
+        return None
+
+
+def shares_scales(w: Packed | Plain) -> bool:
+    """Whether 8 rows of a tile have one scale."""
+    return w.scales_and_zeros is not None and w.scales_and_zeros.shape[2] == 2
 
 
 def struct(name: str, constants: Iterable[tuple[str, int]]) -> str:
@@ -380,12 +402,10 @@ def why_slower(decoder: nn.Module) -> str | None:
     if not experts and sum(map(bytes_of, weights)) > largest:
         return f"a dense layer of more than {largest >> 20} MiB"
     halves = [layer.attention for layer in decoder.layers if layer.attention.fused]
-    # Not timed yet: step.cu can run these.
-    if any(half.attn.cache.k_scale is not None for half in halves):
-        return "an int8 cache"
-    longest = LONGEST_OF_EXPERTS if experts else LONGEST
+    int8 = halves[0].attn.cache.k_scale is not None
+    longest = (LONGEST_OF_EXPERTS if experts else LONGEST)[int8]
     if max(half.attn.cache.k.shape[2] for half in halves) > longest:
-        return f"a cache of more than {longest:,} slots"
+        return f"{'an int8' if int8 else 'a'} cache of more than {longest:,} slots"
     return None
 
 
@@ -579,11 +599,11 @@ class Step:
             units.append(math.ceil(w.K / (2 * w.block)) * (1 if w.gated else max(n, 1)))
             constants = dict(operation.constants())
             terms = constants["NORM"] + constants["FLOAT_NORM"] + 1  # Sizes::TERMS in step_base.cu
-            inputs.append(units[-1] * 128 * {16: terms, 8: 4, 4: 8}[w.bits])
-            group = constants["GROUP"]
-            chunk = w.parts * w.scales_and_zeros.element_size() if group else 0
-            chunks = 9 if group > w.block else 16  # of 16 rows
-            slots.append(8 * 2048 + chunks * 16 * chunk)
+            inputs.append(units[-1] * 128 * {16: terms, 8: 4 + 4 * constants["E4M3"], 4: 8}[w.bits])
+            group, scales = constants["GROUP"], w.scales_and_zeros
+            chunk = scales.shape[2] * w.parts * scales.element_size() if group else 0
+            chunks = (10 if shares_scales(w) else 9) if group > w.block else 16
+            slots.append(8 * 2048 + chunks * chunk)
             of_row = row_blocks(w) // experts * (n if w.gated else 1) if n else row_blocks(w)
             tiles.append(math.ceil(of_row / self.programs))
         E, queries = attn.head_dim, attn.sizes[0] // attn.sizes[1]

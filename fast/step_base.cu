@@ -209,10 +209,10 @@ __device__ __forceinline__ float any_number(float x) { return x; }
 
 constexpr int divisor(int x, int y) { return y ? divisor(y, x % y) : x; }  // the greatest of both
 
-// What follows from a product's struct O: BITS, E2M1, K, N (of its outputs), GROUP (0: one a row),
-// PARTS (groups of a block, each with a scale), FLOAT_SCALES, GATED (1: SiLU, 2: GELU by tanh, 3:
-// MoEConfig.clamp's), EXPERTS, NORM (before it), FLOAT_NORM, BIAS, RESIDUAL and ROW_PARALLEL (each
-// rank has some of the inputs).
+// What follows from a product's struct O: BITS, E2M1, E4M3, K, N (of its outputs), GROUP (0: one a row),
+// PARTS (groups of a block, each with a scale), FLOAT_SCALES, SHARED_ROWS (8 rows have one scale), GATED
+// (1: SiLU, 2: GELU by tanh, 3: MoEConfig.clamp's), EXPERTS, NORM (before it), FLOAT_NORM, BIAS, RESIDUAL
+// and ROW_PARALLEL (each rank has some of the inputs).
 //
 // As in gemv.cu a block is 1 KiB of 16 rows, BLOCK inputs wide, and a chunk has the scales of 16
 // rows for PER_CHUNK blocks. A unit is two blocks, what a warp multiplies at once. SUMMED is Down
@@ -228,24 +228,30 @@ struct Sizes {
   static constexpr int PER_CHUNK = O::GROUP > BLOCK ? O::GROUP / BLOCK : 1;
   static constexpr int CHUNKS = GROUPED ? (BLOCKS + PER_CHUNK - 1) / PER_CHUNK : 1;
   static constexpr bool BYTE_SCALES = O::E2M1 && !O::FLOAT_SCALES;
-  static constexpr int CHUNK_BYTES = (BYTE_SCALES ? 16 : 64) * O::PARTS;
+  static constexpr int CHUNK_SCALES = O::SHARED_ROWS ? 2 : 16 * O::PARTS;
+  static constexpr int CHUNK_BYTES = (BYTE_SCALES ? 1 : 4) * CHUNK_SCALES;
   static constexpr int UNIT_INPUTS = 2 * BLOCK, ROW_UNITS = (BLOCKS + 1) / 2;
   static constexpr bool SUMMED = O::EXPERTS && !O::GATED;
   static constexpr int UNITS = ROW_UNITS * (SUMMED ? O::EXPERTS : 1);
   static constexpr int TILE_SLOTS = (UNITS + SQUAD_WARPS - 1) / SQUAD_WARPS;  // of the ring
+  // Chunks of a unit in a slot, and behind the slot's first row, which may begin within a chunk, more
+  // of them. Copies begin and end at multiples of 16 bytes, which two chunks of SHARED_ROWS have.
   static constexpr int UNIT_CHUNKS = PER_CHUNK > 1 ? 1 : 2;
+  static constexpr int MORE_CHUNKS = PER_CHUNK == 1 ? 0 : O::SHARED_ROWS ? 2 : 1;
+  static_assert(!O::SHARED_ROWS || PER_CHUNK == 2 && CHUNKS % 2 == 0);
   // If PLAIN: neighbours that one copy takes, as they belong to the same row.
   static constexpr int COPY_UNITS = SUMMED ? divisor(ROW_UNITS, SQUAD_WARPS) : SQUAD_WARPS;
   static constexpr int CODE_BYTES = SQUAD_WARPS * 2048;
   static constexpr int SLOT =
       CODE_BYTES +
-      (GROUPED && !PLAIN ? (SQUAD_WARPS * UNIT_CHUNKS + (PER_CHUNK > 1)) * CHUNK_BYTES : 0);
-  // For 16-bit weights an input of 16 bits is one term, and its product with a norm's weight of 16
-  // bits the sum of two; with one of fp32 three terms have its 24 bits.
+      (GROUPED && !PLAIN ? (SQUAD_WARPS * UNIT_CHUNKS + MORE_CHUNKS) * CHUNK_BYTES : 0);
+  // For weights of 16 bits or e4m3 an input of 16 bits is one term, and its product with a norm's
+  // weight of 16 bits the sum of two; with one of fp32 three terms have its 24 bits.
   static constexpr int TERMS = !O::NORM ? 1 : O::FLOAT_NORM ? 3 : 2;
   // Of a unit of x a lane has so many inputs, which become so many words of digits or terms.
   static constexpr int INPUTS = PLAIN ? 2 : O::BITS == 4 ? 8 : 4;
-  static constexpr int DIGIT_WORDS = PLAIN ? TERMS : O::BITS == 4 ? 8 : 4;
+  static constexpr int DIGIT_WORDS = PLAIN ? TERMS : O::BITS == 4 || O::E4M3 ? 8 : 4;
+  static constexpr bool DIGITS = !PLAIN && !O::E4M3;  // inputs become digits, not terms
   static constexpr int SETS = PLAIN ? 1 : O::PARTS;
   static constexpr int TILES = (O::N + (O::GATED ? 7 : 15)) / (O::GATED ? 8 : 16);  // of an expert
   static constexpr int ALL = TILES * (O::EXPERTS && O::GATED ? O::EXPERTS : 1);

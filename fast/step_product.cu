@@ -186,12 +186,16 @@ struct Product : Sizes<O> {
       squares = all_lanes(squares, add);
       if (lane == 0) s.squares[unit] = squares;
     }
-    // All |v| are below 2^(exponent - 126).
-    const u32 exponent = __reduce_max_sync(~0u, most) >> 23;
+    // All |v| are below 2^(exponent - 126). Infinity and NaN have neither terms nor digits: 200 stands
+    // for any exponent where 255 makes the result NaN.
+    const u32 exponent = __reduce_max_sync(~0u, most) >> 23, finite = exponent < 255 ? exponent : 200;
+    // What a unit's terms or digits count: 2^(exponent - x - 127).
+    const auto count = [&](int x) {
+      return __uint_as_float(exponent == 255 ? 0x7fc00000 : (exponent - x) << 23);
+    };
     if constexpr (S::PLAIN) {
-      // Numbers of 16 bits, below 8 so that fp16 has room for the last, whose sum is v. 200 stands
-      // for any exponent where 255 makes the result NaN.
-      const float scale = __uint_as_float((256 - (exponent < 255 ? exponent : 200)) << 23);
+      // Numbers of 16 bits, below 8 so that fp16 has room for the last, whose sum is v.
+      const float scale = __uint_as_float((256 - finite) << 23);
       v[0] *= scale;
       v[1] *= scale;
 #pragma unroll
@@ -201,11 +205,14 @@ struct Product : Sizes<O> {
         v[0] -= low_number(pair);
         v[1] -= high_number(pair);
       }
-      if (lane == 0)
-        s.scale[unit] = __uint_as_float(exponent == 255 ? 0x7fc00000 : (exponent - 2) << 23);
+      if (lane == 0) s.scale[unit] = count(2);
+    } else if constexpr (O::E4M3) {
+      const float scale = __uint_as_float((127 + 140 - finite) << 23);
+      put_halves<DIGIT_WORDS, SETS, S::TERMS>(digits_of(s, unit), v, scale, lane);
+      if (lane == 0) s.scale[unit] = count(13);
     } else {
       // |v * scale| is below 2^26, as the scale is 2^(152 - exponent).
-      const float scale = __uint_as_float((127 + 152 - (exponent < 255 ? exponent : 200)) << 23);
+      const float scale = __uint_as_float((127 + 152 - finite) << 23);
       put_digits<DIGIT_WORDS, SETS, O::E2M1>(digits_of(s, unit), v, scale, lane);
       __syncwarp();
       const Operands o = operands(s, unit, lane);
@@ -234,12 +241,8 @@ struct Product : Sizes<O> {
         if (lane < 4) s.sums[unit][set][lane] = sum;
         offset += sum;
       }
-      // 1 / scale, and what else a product is too large by: int4's codes 16, e2m1's 2. Infinity and
-      // NaN have no digits.
-      const float one = exponent == 255
-                            ? __uint_as_float(0x7fc00000)
-                            : __uint_as_float((exponent - (O::E2M1 ? 26 : O::BITS == 4 ? 29 : 25))
-                                              << 23);
+      // 1 / scale, and what else a product is too large by: int4's codes 16, e2m1's 2.
+      const float one = count(O::E2M1 ? 26 : O::BITS == 4 ? 29 : 25);
       if (lane == 0) s.scale[unit] = one;
       if (!S::GROUPED) {
         offset *= lane & 1 ? one * 65536 : one;
@@ -258,7 +261,7 @@ struct Product : Sizes<O> {
       const int unit = in_row(nth_slot * SQUAD_WARPS + w);
       begin = S::SUMMED && unit < w ? w - unit : 0;
       first_block = 2 * (unit - (w - begin));
-      chunk = begin * S::UNIT_CHUNKS + (S::PER_CHUNK > 1 && begin > 0);
+      chunk = begin * S::UNIT_CHUNKS + (begin > 0 ? S::MORE_CHUNKS : 0);
     }
   };
   static __device__ __forceinline__ int nth_of(int tile, int unit) {
@@ -267,13 +270,15 @@ struct Product : Sizes<O> {
 
   static __device__ __forceinline__ void group_of(const void* scales, long long i, float& scale,
                                                   float& zero) {
-    zero = O::E2M1 ? 16 : 1 << (O::BITS - 1);
+    zero = O::E4M3 ? 0 : O::E2M1 ? 16 : 1 << (O::BITS - 1);
     ::group_of<S::BYTE_SCALES, O::FLOAT_SCALES>(scales, i, scale, zero);
   }
 
-  // What two columns of a sum make, of row i * 8.
-  static __device__ __forceinline__ float value_of(const int (&c)[4], const int (&d)[4], int i) {
-    return (float)(c[2 * i] + d[2 * i]) + 256 * (float)(c[2 * i + 1] + d[2 * i + 1]);
+  typedef typename SumOf<O::E4M3, DIGIT_WORDS, O::E2M1>::Type Sum;
+  typedef typename Sum::Type Column[4];  // of a sum: of rows lane / 4 and lane / 4 + 8 two columns
+  // What two columns make, of row i * 8.
+  static __device__ __forceinline__ float value_of(const Column& c, const Column& d, int i) {
+    return Sum::value(c[2 * i] + d[2 * i], c[2 * i + 1] + d[2 * i + 1]);
   }
 
   // What a lane needs of x and of the slot's order for the same unit of several tiles.
@@ -286,8 +291,8 @@ struct Product : Sizes<O> {
         : o(operands(s, nth_slot * SQUAD_WARPS + wl, lane)), run(nth_slot, wl),
           unit(nth_slot * SQUAD_WARPS + wl), wl(wl), lane(lane) {
 #pragma unroll
-      for (int i = 0; i < SETS; i++) sums[i] = s.sums[unit][i][lane & 3];
-      scale = lane & 1 ? s.scale[unit] * 65536 : s.scale[unit];
+      for (int i = 0; i < SETS; i++) sums[i] = S::DIGITS ? s.sums[unit][i][lane & 3] : 0;
+      scale = S::DIGITS && lane & 1 ? s.scale[unit] * 65536 : s.scale[unit];
     }
     // Of rows lane / 4 and lane / 4 + 8, what this lane's column gives.
     __device__ __forceinline__ void multiply(const unsigned char* stage, float& y0,
@@ -295,13 +300,13 @@ struct Product : Sizes<O> {
       const int row = lane >> 2, half = lane >> 1 & 1, unit_block = 2 * in_row(unit);
       const uint4* from = (const uint4*)(stage + wl * 2048) + lane;
       const uint4 p[2][2] = {{from[0], from[32]}, {from[64], from[96]}};  // [block][row or row + 8]
-      int c[4] = {0, 0, 0, 0}, d[4] = {0, 0, 0, 0};
+      Column c = {0, 0, 0, 0}, d = {0, 0, 0, 0};
 #pragma unroll
       for (int m = 0; m < 4; m++) {
         const uint4 low = p[m >> 1][0], high = p[m >> 1][1];
         const u32 a[4] = {m & 1 ? low.z : low.x, m & 1 ? high.z : high.x, m & 1 ? low.w : low.y,
                           m & 1 ? high.w : high.y};
-        add_products<DIGIT_WORDS, O::E2M1>(c, d, a, o.b[m]);
+        Sum::add(c, d, a, o.b[m]);
         if (S::GROUPED && (m + 1) % (4 / SETS) == 0) {
           const int set = m / (4 / SETS);
           const int block = unit_block + (SETS == 1 ? half : SETS == 2 ? set : set >> 1);
@@ -311,8 +316,8 @@ struct Product : Sizes<O> {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
               float scale, zero;
-              group_of(stage + S::CODE_BYTES, (chunk * 16 + row + 8 * i) * O::PARTS + part, scale,
-                       zero);
+              const int nth = O::SHARED_ROWS ? i : (row + 8 * i) * O::PARTS + part;
+              group_of(stage + S::CODE_BYTES, chunk * S::CHUNK_SCALES + nth, scale, zero);
               (i ? y1 : y0) += scale * (value_of(c, d, i) - zero * sums[set]);
             }
           }
@@ -431,7 +436,7 @@ struct Product : Sizes<O> {
       float scale, zero;
       const long long tiles = (O::EXPERTS ? (long long)s.experts[nth] * S::TILES : 0) + tile;
       group_of(layer.at<const void>(field + SCALES), tiles * 16 + r, scale, zero);
-      y = (y - zero * s.all_offsets) * scale;
+      y = (S::DIGITS ? y - zero * s.all_offsets : y) * scale;
     }
     if (O::NORM) y *= s.factor;
     if (O::BIAS) {
@@ -486,7 +491,7 @@ struct Product : Sizes<O> {
     if (p.warp == 0) {
       Shared& s = *p.s;
       s.streaming = 1;
-      if (!S::GROUPED && !S::PLAIN) {
+      if (!S::GROUPED && S::DIGITS) {
         const float offset = sum_of(s.offset, S::UNITS, p.lane);
         if (p.lane == 0) s.all_offsets = offset;
       }

@@ -37,8 +37,17 @@ from helpers import (
     torchrun,
     with_all_experts,
 )
-from model import BLOCK, RING, MoE, Transformer, unit
-from quantize import QuantizedExperts, QuantizedLinear, plain_layer, replace_layers
+from model import BLOCK, RING, Experts, MoE, Transformer, unit
+from quantize import (
+    CODES,
+    QuantizedExperts,
+    QuantizedLinear,
+    find_layers,
+    join_experts,
+    pack,
+    plain_layer,
+    replace_layers,
+)
 from scripts import benchmark_step
 from test_experts import random_experts
 
@@ -69,7 +78,7 @@ BEHIND = dict(query_pre_attn_scalar=64, sliding_window=24)
 WIDE = dict(hidden_size=1152)  # a warp has several units
 SEVERAL = dict(hidden_size=576, intermediate_size=1344)
 LARGE = dict(intermediate_size=88_000, num_hidden_layers=1)
-LONG_CACHE = dict(max_seq_len=33_001)
+LONG_CACHE, LONG_INT8 = dict(max_seq_len=33_001), dict(max_seq_len=33_000)
 LONG = dict(head_dim=256, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
 ONE_HEAD = LONG | dict(head_dim=128)
 # The kind of model and what its config changes; the format and its groups; the token's position;
@@ -81,6 +90,11 @@ CASES = {
     "experts": ("qwen3_moe", EXPERTS, "int4", 64, 70, 3),
     WIDER: ("mixtral", EXPERTS | dict(hidden_size=576, intermediate_size=64), None, None, 17, 3),
     "experts in int8": ("qwen3_moe", EXPERTS | dict(hidden_size=288), "int8", None, 33, 3),
+    "fp8": ("qwen2", dict(hidden_size=288, intermediate_size=224), "fp8", -1, 40, 3),
+    "fp8 in blocks": ("qwen3", dict(intermediate_size=768), "fp8", 128, 40, 3),
+    "experts in fp8": ("qwen3_moe", EXPERTS | dict(hidden_size=288), "fp8", -1, 33, 3),
+    # Of a row of experts three slots begin within the first, at the second and within the third.
+    "experts in blocks": ("qwen3_moe", EXPERTS | dict(moe_intermediate_size=768), "fp8", 128, 33, 3),
     "heads of 256": ("qwen3", dict(head_dim=256), "int8", None, 50, 3),
     "one split of two parts": ("llama", ONE_HEAD | dict(num_key_value_heads=2), "int4", 32, 300, 3),
     "a last split of one token": ("llama", ONE_HEAD, "int4", 32, 256, 5),
@@ -231,8 +245,12 @@ def loaded(
     kind, changes, quantize, group, position, programs = CASES[case]
     torch.manual_seed(3)
     make(directory, kind, **SIZES | changes)
-    model = load_checkpoint(directory, torch.device("cpu"), dtype, quantize, group)
+    fp8 = quantize == "fp8"
+    rounding = (None, None) if fp8 else (quantize, group)
+    model = load_checkpoint(directory, torch.device("cpu"), dtype, *rounding)
     with_clearer_routers(model)
+    for name in find_layers(model, head=False) if fp8 else []:
+        model.set_submodule(name, to_fp8(model.get_submodule(name), group))
     for part in [part for part in model.modules() if type(part) is MoE]:
         if case == "mxfp4":
             X, D, F = part.moe.n_expert, *part.w_down.weight.shape[1:]
@@ -252,6 +270,22 @@ def loaded(
                 part.normal_(std=8 if name == "v" else 1)
     exact = in_float64(model)
     return model.to(device), exact, position, programs
+
+
+def to_fp8(layer: torch.nn.Linear | Experts, group: int) -> torch.nn.Module:
+    """e4m3 with a scale a row or, of groups, one for each block of 128 x group weights."""
+    if isinstance(layer, Experts):
+        rows = [plain_layer(weight, None) for weight in layer.weight]
+        return join_experts(to_fp8(row, group) for row in rows)
+    weight = layer.weight.data.float()
+    N, K = weight.shape
+    rows, columns = (1, K) if group == -1 else (128, group)
+    most = torch.nn.functional.pad(weight.abs(), (0, 0, 0, -N % rows))
+    most = most.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).amax((1, 3))
+    scales = (most / 448).repeat_interleave(rows, 0)[:N].contiguous()
+    numbers = weight / scales.repeat_interleave(columns, 1)
+    codes = numbers.to(torch.float8_e4m3fn).view(torch.uint8)
+    return QuantizedLinear(pack(codes, 8), scales, None, CODES["fp8"], layer.bias)
 
 
 def with_clearer_routers(model: Transformer) -> None:
@@ -559,7 +593,15 @@ def test_tags_begin_anew_before_they_are_too_large(tmp_path):
         ("qwen3", LARGE, None, {}, "a dense layer of more than 128 MiB"),
         ("qwen3_moe", EXPERTS, "int8", {}, None),
         ("qwen3", {}, "int8", {}, None),
-        ("qwen3", dict(head_dim=128), "int4", dict(cache="int8"), "an int8 cache"),
+        ("qwen3", dict(head_dim=128), "int4", dict(cache="int8"), None),
+        (
+            "qwen3",
+            dict(head_dim=128),
+            "int4",
+            dict(cache="int8", max_seq_len=8_004),
+            "an int8 cache of more than 8,000 slots",
+        ),
+        ("qwen3_moe", EXPERTS | dict(head_dim=128), "int4", dict(cache="int8") | LONG_INT8, None),
         ("qwen3", {}, "int4", dict(cache="int8"), NO_INT8_CACHE),
         ("qwen3", {}, "int4", dict(cache="int8-values"), "keys or values alone in int8"),
         ("qwen3", dict(head_dim=128), "int4", dict(cache="int8", max_seq_len=63), NO_INT8_CACHE),
