@@ -125,7 +125,8 @@ __device__ __forceinline__ u32 to_bytes(u32 codes) {
 //     SETS 2: of block m / 2 the groups 0 and 1, which have the even and the odd m
 //     SETS 4: of product m the inputs of registers 0 and 1
 //
-// digits: the lane's words, of which there are 8 where two codes share a byte, else 4.
+// digits: the lane's words, of which there are 8 where two codes share a byte or, of e4m3, terms of fp16
+// stand for digits, else 4.
 template <int DIGIT_WORDS, int SETS>
 struct Operands {
   u32 b[4][2][2];
@@ -218,11 +219,11 @@ __device__ __forceinline__ void add_products(int (&c)[4], int (&d)[4], const u32
   }
 }
 
-// The same of e4m3's numbers, whose operands are halves in the digits' places: a lane's inputs, divided
-// by a power of two, so that `scale` makes them less than 2^14. Column n has the n-th of TERMS terms, of
-// which each is what the ones before it leave.
+// Like put_digits(), for e4m3's numbers: a lane's inputs become fp16, which `scale` makes less than 2^14.
+// Column n has the n-th of TERMS terms, each what those before it leave, and word `pair` inputs 2 pair
+// and 2 pair + 1.
 template <int DIGIT_WORDS, int SETS, int TERMS, int INPUTS>
-__device__ __forceinline__ void put_halves(u32* digits, const float (&v)[INPUTS], float scale,
+__device__ __forceinline__ void put_fp16_terms(u32* digits, const float (&v)[INPUTS], float scale,
                                            int lane) {
 #pragma unroll
   for (int pair = 0; pair < 2; pair++) {
@@ -237,14 +238,14 @@ __device__ __forceinline__ void put_halves(u32* digits, const float (&v)[INPUTS]
   }
 }
 // A word of four e4m3 codes as two pairs of fp16, 2^-8 times the numbers (see layout.py).
-__device__ __forceinline__ void e4m3_to_halves(u32 word, u32& first, u32& second) {
+__device__ __forceinline__ void e4m3_to_fp16(u32 word, u32& first, u32& second) {
   first = word & 0xbf80bf80u;
   second = word << 7 & 0x3f803f80u | word << 1 & 0x80008000u;
 }
 
 // What a lane sums up of four words of 16 rows, and the number that two columns of it make.
 template <int DIGIT_WORDS, bool FP4>
-struct Integers {
+struct IntegerSums {
   typedef int Type;
   static __device__ __forceinline__ void add(int (&c)[4], int (&d)[4], const u32 (&a)[4],
                                              const u32 (&b)[2][2]) {
@@ -254,24 +255,24 @@ struct Integers {
     return (float)first + 256 * (float)second;
   }
 };
-struct Halves {
+struct Fp16Sums {
   typedef float Type;
   static __device__ __forceinline__ void add(float (&c)[4], float (&d)[4], const u32 (&a)[4],
                                              const u32 (&b)[2][2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       u32 w[4];
-      e4m3_to_halves(a[2 * r], w[0], w[2]);
-      e4m3_to_halves(a[2 * r + 1], w[1], w[3]);
+      e4m3_to_fp16(a[2 * r], w[0], w[2]);
+      e4m3_to_fp16(a[2 * r + 1], w[1], w[3]);
       hmma(r ? d : c, w, b[r][0], b[r][1]);
     }
   }
   static __device__ __forceinline__ float value(float first, float second) { return first + second; }
 };
 template <bool FP8, int DIGIT_WORDS, bool FP4> struct SumOf {
-  typedef Integers<DIGIT_WORDS, FP4> Type;
+  typedef IntegerSums<DIGIT_WORDS, FP4> Type;
 };
-template <int DIGIT_WORDS, bool FP4> struct SumOf<true, DIGIT_WORDS, FP4> { typedef Halves Type; };
+template <int DIGIT_WORDS, bool FP4> struct SumOf<true, DIGIT_WORDS, FP4> { typedef Fp16Sums Type; };
 
 // The i-th scale here, and the zero point if it stands beside it: fp16 and 16 bits, else fp32 or, of
 // MXFP4, the exponent's byte.

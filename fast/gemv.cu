@@ -180,7 +180,7 @@ __device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs
     if (unit >= UNITS) break;
     u32* digits = &t.digits[unit][0][0];
     if constexpr (E4M3) {
-      put_halves<WORDS, SETS, 1>(digits, v[s], scale, lane);
+      put_fp16_terms<WORDS, SETS, 1>(digits, v[s], scale, lane);
       continue;
     } else {
       put_digits<WORDS, SETS, E2M1>(digits, v[s], scale, lane);

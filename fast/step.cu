@@ -71,7 +71,7 @@ struct Producer {
     }
   }
 
-  // 16-bit weights, of which a slot has the units one behind the other, and of each its 16 rows.
+  // 16-bit weights: a slot has, of 64 inputs after the other, 128 bytes of each of a tile's rows.
   template <class O>
   __device__ __forceinline__ void feed_plain_slot(const void* map, int mine, int nth_slot) {
     typedef Product<O> P;
@@ -82,8 +82,8 @@ struct Producer {
         S::SUMMED ? min(SQUAD_WARPS, S::UNITS - nth_slot * SQUAD_WARPS) / S::COPY_UNITS : 1;
     const int at = begin(copies * S::COPY_UNITS * 2048);
     if (p.lane < copies)
-      copy_box(p.slot(at) + p.lane * S::COPY_UNITS * 2048, map, tile * (O::GATED ? 8 : 16),
-               P::in_row(unit), O::EXPERTS ? p.s->experts[P::nth_of(mine, unit)] : 0,
+      copy_box(p.slot(at) + p.lane * S::COPY_UNITS * 2048, map, tile * S::TILE_OUTPUTS,
+               P::in_row(unit) * (S::UNIT_INPUTS / 64), O::EXPERTS ? p.s->experts[P::nth_of(mine, unit)] : 0,
                &p.s->full[at % STAGES]);
     __syncwarp();
   }
@@ -96,14 +96,14 @@ struct Producer {
                                                    int nth_slot) {
     typedef Sizes<O> S;
     const int w = p.lane, w_end = min(SQUAD_WARPS, S::UNITS - nth_slot * SQUAD_WARPS);
-    const typename Product<O>::RowPart run(nth_slot, w);
-    const bool begins = w < w_end && run.begin == w;
-    const int units = min(S::ROW_UNITS - run.first_block / 2, w_end - w);
-    const int blocks = min(2 * units, S::BLOCKS - run.first_block);
-    const int chunk = run.first_block / S::PER_CHUNK;
+    const typename Product<O>::RowPart row_part(nth_slot, w);
+    const bool begins = w < w_end && row_part.begin == w;
+    const int units = min(S::ROW_UNITS - row_part.first_block / 2, w_end - w);
+    const int blocks = min(2 * units, S::BLOCKS - row_part.first_block);
+    const int chunk = row_part.first_block / S::PER_CHUNK;
     const int chunk_bytes =
         S::GROUPED
-            ? ((run.first_block + blocks - 1) / S::PER_CHUNK - chunk + 1) * S::CHUNK_BYTES
+            ? ((row_part.first_block + blocks - 1) / S::PER_CHUNK - chunk + 1) * S::CHUNK_BYTES
             : 0;
     const int at = begin(__reduce_add_sync(~0u, begins ? blocks * 1024 + chunk_bytes : 0));
     unsigned char* slot = p.slot(at);
@@ -111,10 +111,10 @@ struct Producer {
     const int expert = begins ? p.s->experts[(nth_slot * SQUAD_WARPS + w) / S::ROW_UNITS] : 0;
     if (begins) {
       const long long rows = (long long)expert * S::TILES + tile;
-      copy(slot + w * 2048, codes + (rows * S::BLOCKS + run.first_block) * 1024, blocks * 1024,
+      copy(slot + w * 2048, codes + (rows * S::BLOCKS + row_part.first_block) * 1024, blocks * 1024,
            full);
       if (S::GROUPED)
-        copy(slot + S::CODE_BYTES + run.chunk * S::CHUNK_BYTES,
+        copy(slot + S::CODE_BYTES + row_part.chunk * S::CHUNK_BYTES,
              scales + (rows * S::CHUNKS + chunk) * S::CHUNK_BYTES, chunk_bytes, full);
     }
     __syncwarp();
@@ -207,12 +207,12 @@ struct Producer {
 
 // x [D], positions [1] -> y [D], what leaves the last layer. layers: FIELDS numbers each. started:
 // how many programs have begun, ever; it numbers the steps. qkv, split_sums, attended, middle, logits,
-// gated, ends: words. parts [RANKS + 1]: the address of the words in each rank's memory, see
+// gated, ends: words. rank_words [RANKS + 1]: the address of the words in each rank's memory, see
 // sum_of_ranks(), and then this rank's number.
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, u64* started,
            u64* qkv, u64* split_sums, u64* attended, u64* middle, u64* logits, u64* gated, u64* ends,
-           const u64* parts, float eps, float qk_eps, float scale, float route_scale, float limit,
+           const u64* rank_words, float eps, float qk_eps, float scale, float route_scale, float limit,
            float alpha) {
   const int lane = threadIdx.x % 32;
   // The ring begins at a multiple of 1,024, by which copy_box() orders what it copies.
@@ -234,8 +234,8 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
     s.is_first = step == 0;
     s.streaming = 0;
   }
-  if (threadIdx.x < RANKS) s.parts[threadIdx.x] = (u64*)parts[threadIdx.x];
-  if (threadIdx.x == 0) s.rank = (int)parts[RANKS];
+  if (threadIdx.x < RANKS) s.rank_words[threadIdx.x] = (u64*)rank_words[threadIdx.x];
+  if (threadIdx.x == 0) s.rank = (int)rank_words[RANKS];
   if (threadIdx.x < 2 * FIELDS)
     s.fields[threadIdx.x / FIELDS][0][threadIdx.x % FIELDS] = layers[threadIdx.x % FIELDS];
   for (int t = p.warp; t < share_of(Sizes<Wo>::ALL); t += WARPS + 1) {

@@ -16,11 +16,12 @@ experts. Terms:
 
     program a thread block of the launch; each multiprocessor has one
     rank    a process with a GPU of its own, where several share a model (tp.py)
-    tile    16 rows of a weight; a product's programs have its tiles by turns
-    unit    the inputs of a tile that a warp multiplies at once, two blocks of packed_gemv.py: 64 in
-            16 bits, 128 in int8, 256 in int4
-    slot    a place of the ring: 16 KB of weights or of the cache, and the scales beside them. A slot
-            of the cache, as model.py calls it, is a position here
+    tile    16 rows of a weight, or 8; a product's programs have its tiles by turns
+    unit    the inputs of a tile that a warp multiplies at once, two blocks of layout.py: 64 in
+            16 bits (128 of a tile of 8 rows), 128 in int8 and FP8, 256 in int4
+    slot    16 KB of weights or of the cache, and the scales beside them, on their way through the
+            ring. They are numbered from the launch on, and number n has place n % STAGES. A slot of
+            the cache, as model.py calls it, is a position here
     task    what one program does at once of attention, or of a recurrent layer's mixer. There a tile
             is 16 positions
     word    64 bits that programs exchange, see below
@@ -50,7 +51,7 @@ reading. Step by step, attended for each kind of layer:
     middle, logits programs with tiles of Wo          attended, all of it
     gated          programs with tiles of Up          middle, all of it, and logits
     ends           programs with tiles of Down        gated, all of it
-    parts          other ranks' programs with         of Wo: attended, all of it
+    rank_words     other ranks' programs with         of Wo: attended, all of it
                      tiles of Wo or Down              of Down: gated, all of it
 
 So a program that has not read the last layer's qkv, say, has not written its part of attended,
@@ -62,8 +63,8 @@ Nothing hangs, unless another rank stops: the launch is cooperative, so that all
 wait is for something earlier in an order that is the same in all of them; and the ring has more
 slots than warps hold while they wait for one more.
 
-A product's rows come in tiles of 16, and a program has every PROGRAMS-th tile. Slots of the ring
-hold eight units of a tile (packed_gemv.py draws one), and a squad of eight warps takes a slot, each
+A product's rows come in tiles of 16 (in 16 bits Qkv's and In's, which are few, of 8), and a program
+has every PROGRAMS-th tile. Slots of the ring hold eight units of a tile (packed_gemv.py draws one), and a squad of eight warps takes a slot, each
 a unit. Where a row is longer than a slot, each squad takes one of its slots through all tiles, and
 then another, so that a warp's part of x stays in its registers. Where it is not, the squads have
 tiles of their own.
@@ -95,73 +96,10 @@ ranks that have the same tiles, as words in the memory of their GPUs. It adds wh
 in the ranks' order. From there on all is as if a rank had all inputs (sum_of_ranks() in
 step_base.cu).
 
-Measured on one H200 and, of two ranks, on two, on 2026-11-28 and 29: us a layer with so many tokens
-in the cache. One H200: by scripts/benchmark_step.py. Two ranks: in the same way, but that script
-does not start ranks. The last column is the commit of one launch; b is 96f6ed4 or b8f8b08. With "="
-both times are of one call; else those of launches, which did not change, are of another one. Timed
-are the first 12 layers (8 of Qwen3-30B-A3B and Qwen3.5-35B-A3B in bf16 and of Qwen3.5-4B, 6 of 7B,
-8B and 12B and of gpt-oss-20b, 4 of 7B in bf16 on one GPU, all 30 of SmolLM2-135M; of two ranks 12 and
-6); int4 is in groups of 128:
-
-                        tokens    launches    one launch
-    Qwen3-30B-A3B, int4    200        28.0    20.0    a94d5d7
-                         2,000        32.3    22.3    a94d5d7
-                         8,000        39.0    24.8    b
-                        33,000        50.7    39.4    b1677b5, =
-                       130,000        93.4    90.7    b1677b5, =
-    Qwen3-30B-A3B, bf16    200        47.1    38.4    f2267be
-    Qwen3-30B-A3B, int8    200        32.3    28.0    before b
-    Qwen3.5-35B-A3B, int4  200        33.5    22.8    a94d5d7
-                         2,000        36.1    23.7    a94d5d7
-                        33,000        43.8    30.9    b1677b5, =
-                       130,000        60.6    52.1    b1677b5, =
-    Qwen3.5-35B-A3B, bf16  200        55.3    45.6    before a94d5d7, =
-    Qwen3.5-4B, int4       200        31.8    29.3    before a94d5d7, =
-    Qwen3.5-4B, bf16       200        70.5    71.5    before a94d5d7, =
-    gpt-oss-20b, MXFP4     200        46.5    52.3    b1677b5, =
-    SmolLM2-135M, bf16     200        12.2    10.3    b, =
-    Llama-3.2-1B, bf16     200        39.6    35.8    b
-                         8,000        43.9    40.4    before b
-    Gemma-3-4B, int4       200        34.8    31.3    ada2446, =
-                         2,000        34.4    33.1    ada2446, =
-                         8,000        33.5    34.4    ada2446, =
-    Gemma-3-12B, int4      200        49.2    44.6    ada2446, =
-                         8,000        49.2    50.3    ada2446, =
-    Llama-2-7B, int4       200        39.0    32.8    b
-                         2,000        45.1    41.0    b
-                         8,000        67.3    65.3    b
-         in groups of 32   200        40.7    39.0    b, =
-    Llama-3.1-8B, int4   8,000        47.3    45.0    b
-                        33,000        70.6    70.3    b1677b5, =
-                       130,000       156.8   164.9    b1677b5, =
-    Llama-2-7B, int8       200        54.1    56.2    b
-    Llama-2-7B, bf16       200       103.5   107.4    b
-
-    with an int8 cache, weights in int4:
-    Qwen3-30B-A3B          200        31.6    21.0    1cc9911, =
-                         2,000        33.1    22.7    1cc9911, =
-                         8,000        37.2    25.4    1cc9911, =
-                        33,000        45.0    41.5    1cc9911, =
-    Qwen3.5-35B-A3B        200        33.8    23.1    1cc9911, =
-                         2,000        36.4    23.4    1cc9911, =
-                         8,000        36.5    24.9    1cc9911, =
-                        33,000        42.0    32.9    1cc9911, =
-    Llama-3.1-8B           200        41.6    36.1    1cc9911, =
-                         2,000        42.0    37.7    1cc9911, =
-                         8,000        46.3    46.5    1cc9911, =
-                        33,000        61.7    81.2    1cc9911, =
-
-    of two ranks, bf16:
-    Qwen3-30B-A3B          200        37.1    27.2    a1c7078, =
-    Llama-2-7B             200        60.0    57.3    a1c7078, =
-    of two ranks, int4:
-    Qwen3-30B-A3B          200        26.6    17.7    a1c7078, =
-    Llama-3.1-8B           200        29.3    24.3    a1c7078, =
-
-A mixture's products are small, and gain most. Of a dense model small layers gain, and large ones,
-whose bytes take far longer than the gaps between launches, lose: why_slower() lets through what was
-measured, and gained at least in short texts. Mixtral's experts are too wide: their inputs leave no
-room for a ring (stages()).
+BENCHMARKS.md has a layer's times, with launches and in one launch. A mixture's products are small,
+and gain most. Of a dense model small layers gain, and large ones, whose bytes take far longer than
+the gaps between launches, lose: why_slower() lets through what was measured, and gained at least in
+short texts. Mixtral's experts are too wide: their inputs leave no room for a ring (stages()).
 
 Where the time of a layer of Qwen3-30B-A3B in int4 went in an earlier version of 21.4 us, by time
 stamps of a warp of several programs, in us: Qkv 2.2; attention, in eight programs, 3.7, of which 1.1
@@ -176,7 +114,10 @@ sums 1.0, and to wait for all of them and rank 2.4; Up and Down 4.5 each. What w
   before it, and a lane loaded the router's rows one after the other.
 - Fewer copies in flight make words arrive sooner: 7B in int4 took 37.4 us with four slots on their way
   to each program, 33.8 with two, 32.9 with one while it waits for words and three while it
-  multiplies.
+  multiplies. Qwen3-30B-A3B in bf16, which has more bytes, took 37.8 so, and 36.6 with two and three.
+- Several rows have launches. Each program reads all inputs: with words of three rows more 7B in int4
+  takes 39.0 us in place of 32.5, and that alone. Four rows' inputs of Down in fp16, 88 KB, and their
+  sums leave the ring fewer slots than LEAST_STAGES. Launches take 51 us with four rows.
 - A layer's instructions are 100 KB, and come anew in each layer. An H200's multiprocessor runs a
   straight line of up to 32 KB at one cycle an instruction, up to 128 KB at 2.3, beyond at 5.9. So
   what runs once a layer costs by its length, most of all where all 16 warps run it.
@@ -214,9 +155,9 @@ from model import BLOCK, RING, RMSNorm
 from tp import RowParallelLinear, on_all_ranks
 
 WARPS = 16  # of a program, beside the producer
-# Slots that may be on their way to a program while it waits for words and while it multiplies; of a
-# mixture's small products, all the time.
-IN_FLIGHT, IN_FLIGHT_SMALL = (1, 3), (2, 2)
+# Slots that may be on their way to a program while it waits for words and while it multiplies: of
+# dense models in codes, of mixtures in codes, whose products are small, and of 16-bit weights.
+IN_FLIGHT, IN_FLIGHT_SMALL, IN_FLIGHT_16_BITS = (1, 3), (2, 2), (2, 3)
 # How often a warp asks for a word before the kernel traps: that takes a few seconds. Ranks that share
 # a step wait without an end, see give_up_after() in step_base.cu.
 TRIES = 1 << 21
@@ -266,6 +207,7 @@ class Operation(NamedTuple):
                 PARTS=w.parts,
                 FLOAT_SCALES=scales is not None and scales.dtype == torch.float32,
                 SHARED_ROWS=shares_scales(w),
+                EIGHT_ROWS=self.eight_rows,
                 GATED=w.gated,
                 EXPERTS=self.experts,
                 NORM=self.norm is not None,
@@ -275,6 +217,20 @@ class Operation(NamedTuple):
                 ROW_PARALLEL=self.row_parallel,
             ).items()
         )
+
+    @property
+    def eight_rows(self) -> bool:
+        """Whether a tile has 8 rows, and a unit twice as many inputs: see Sizes in step_base.cu."""
+        return self.w.bits == 16 and self.name in ("Qkv", "In")
+
+    @property
+    def unit_inputs(self) -> int:
+        return 2 * self.w.block * (2 if self.eight_rows else 1)
+
+    @property
+    def row_units(self) -> int:
+        """Units of a row of the weight."""
+        return math.ceil(self.w.K / self.unit_inputs)
 
     def struct(self) -> str:
         return struct(self.name, self.constants())
@@ -531,8 +487,8 @@ class Step:
     """Of a FusedDecoder for which unsupported() is None: its layers' weights, and what its programs
     share. `programs` of them run at once, each with `memory` bytes of shared memory.
 
-    Where ranks share the model, this is the step of number `rank`. parts: of each rank an int64 [2,
-    R, D] of zeros in its memory, see sum_of_ranks() in step_base.cu; empty on one GPU alone."""
+    Where ranks share the model, this is the step of number `rank`. rank_words: of each rank an int64
+    [2, R, D] of zeros in its memory, see sum_of_ranks() in step_base.cu; empty on one GPU alone."""
 
     def __init__(
         self,
@@ -541,9 +497,9 @@ class Step:
         memory: int,
         warps: int = WARPS,
         rank: int = 0,
-        parts: tuple[Tensor, ...] = (),
+        rank_words: tuple[Tensor, ...] = (),
     ):
-        self.parts, self.ranks = parts, max(1, len(parts))
+        self.rank_words, self.ranks = rank_words, max(1, len(rank_words))
         layers, self.weight = decoder.layers, decoder.model.embed.weight
         self.programs, self.memory, self.warps = programs, memory, warps
         device = self.weight.device
@@ -558,16 +514,16 @@ class Step:
         self.eps = first.attention.before["eps"]
         self.post_norms = any(operation.post_norm is not None for operation in self.operations)
         attn = self.fused.attn
-        of = {operation.name: operation.w for operation in self.operations}
+        of = {operation.name: operation for operation in self.operations}
         E, H = attn.head_dim, attn.sizes[0] // attn.head_dim
         n = max(operation.experts for operation in self.operations) or 1
 
-        def inputs(w: Packed | Plain) -> int:
-            """Words of a row of inputs: whole units of two blocks."""
-            return -(-w.K // (2 * w.block)) * w.block
+        def inputs(operation: Operation) -> int:
+            """Words of a row of inputs: whole units."""
+            return operation.row_units * operation.unit_inputs // 2
 
         words = dict(
-            qkv=max(of[name].N for name in ("Qkv", "In") if name in of) // 2,
+            qkv=max(of[name].w.N for name in ("Qkv", "In") if name in of) // 2,
             split_sums=H * LARGEST_SPLITS * (E + 2),
             attended=inputs(of["Wo"]),
             middle=inputs(of["Up"]),
@@ -579,8 +535,8 @@ class Step:
             torch.zeros(size, dtype=torch.int64, device=device) for size in words.values()
         ]
         self.started = torch.zeros(1, dtype=torch.int64, device=device)
-        # The kernel's `parts`: the address of each rank's words, then this rank's number.
-        self.places = torch.tensor([*map(address, parts or [None]), rank], device=device)
+        # The kernel's `rank_words`: the address of each rank's words, then this rank's number.
+        self.places = torch.tensor([*map(address, rank_words or [None]), rank], device=device)
         maps = [self.maps_of(layer) for layer in layers]
         self.maps = torch.tensor(maps, device=device)  # [n_layer, products and 2, 16]
         self.layers = torch.tensor(
@@ -596,16 +552,17 @@ class Step:
             if operation.name == "RouterOp":
                 continue
             w, n = operation.w, operation.experts
-            units.append(math.ceil(w.K / (2 * w.block)) * (1 if w.gated else max(n, 1)))
+            units.append(operation.row_units * (1 if w.gated else max(n, 1)))
             constants = dict(operation.constants())
             terms = constants["NORM"] + constants["FLOAT_NORM"] + 1  # Sizes::TERMS in step_base.cu
+            terms *= 1 + operation.eight_rows
             inputs.append(units[-1] * 128 * {16: terms, 8: 4 + 4 * constants["E4M3"], 4: 8}[w.bits])
             group, scales = constants["GROUP"], w.scales_and_zeros
             chunk = scales.shape[2] * w.parts * scales.element_size() if group else 0
-            chunks = (10 if shares_scales(w) else 9) if group > w.block else 16
+            chunks = (8 if shares_scales(w) else 9) if group > w.block else 16
             slots.append(8 * 2048 + chunks * chunk)
             of_row = row_blocks(w) // experts * (n if w.gated else 1) if n else row_blocks(w)
-            tiles.append(math.ceil(of_row / self.programs))
+            tiles.append(math.ceil(of_row * (1 + operation.eight_rows) / self.programs))
         E, queries = attn.head_dim, attn.sizes[0] // attn.sizes[1]
         # As struct Shared has it: of a unit sums, scale, offset and squares; of a tile partial and
         # residual; of a warp and query 64 + 4 sums, largest and total; 2,304 for the rest.
@@ -631,8 +588,9 @@ class Step:
         A box has rows of 128 bytes. A map calls them 64 numbers of 16 bits; of an int8 cache they
         are 128 codes. A box takes
 
-            weight     16 rows of N or, if gated, 8 of both halves; of each the inputs of 8 units
-                       or, of Down of a mixture, of as many as divide 8 and a row's units
+            weight     16 rows of N or, if gated, 8 of both halves (Qkv and In: 8); of each the
+                       inputs of 8 units or, of Down of a mixture, of as many as divide 8 and a
+                       row's units
             keys       4,096 / E positions, all of E
             values     4,096 / E positions, 128 bytes of E"""
         maps = []
@@ -645,9 +603,8 @@ class Step:
             sizes = 64, N // halves, halves, K // 64, w.qweight.shape[:-2].numel()
             strides = 2 * K, N // halves * 2 * K, 128, N * 2 * K
             units = math.gcd(K // 64, 8) if operation.experts and not w.gated else 8
-            maps.append(
-                nvrtc.tensor_map(w.qweight, sizes, strides, (64, 16 // halves, halves, units, 1))
-            )
+            box = (64, 8, 1, 16, 1) if operation.eight_rows else (64, 16 // halves, halves, units, 1)
+            maps.append(nvrtc.tensor_map(w.qweight, sizes, strides, box))
         if layer.attention.recurrent:
             return [*maps, [0] * 16, [0] * 16]
         cache = layer.attention.attn.cache
@@ -692,8 +649,9 @@ class Step:
         attn, norm = self.fused.attn, self.fused.attn.q_norm
         norm = getattr(norm, "weight", None)
         heads, kv_heads = (size // attn.head_dim for size in attn.sizes[:2])
-        small = self.moe and self.operations[0].w.bits < 16
-        waiting, streaming = IN_FLIGHT_SMALL if small else IN_FLIGHT
+        in_codes = IN_FLIGHT_SMALL if self.moe else IN_FLIGHT
+        in_flight = IN_FLIGHT_16_BITS if self.operations[0].w.bits == 16 else in_codes
+        waiting, streaming = in_flight
         return dict(
             BF16=self.weight.dtype == torch.bfloat16,
             D=self.weight.shape[1],
@@ -804,10 +762,10 @@ def step_of(decoder: nn.Module) -> Step | None:
     if len(model.rows) > 1 or not on_all_ranks(serves, ON_CPU):
         return None
     shape = 2, dist.get_world_size(), model.config.dim
-    parts = memory_of_ranks(shape, torch.int64, 0, device)
-    if parts is None:
+    rank_words = memory_of_ranks(shape, torch.int64, 0, device)
+    if rank_words is None:
         return None
-    step = with_ring(Step(decoder, *sizes, rank=dist.get_rank(), parts=parts))
+    step = with_ring(Step(decoder, *sizes, rank=dist.get_rank(), rank_words=rank_words))
     step = step and compiled(step)
     if on_all_ranks(step is not None, ON_CPU):
         return step

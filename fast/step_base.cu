@@ -183,7 +183,7 @@ enum {
   CORRECTIONS,
   FIELDS
 };
-enum { FILTER = K_CACHE, LOG_A, DT_BIAS, VALUE_NORM, GATES, INPUTS, STATES, KEYS };
+enum { FILTER = K_CACHE, LOG_A, DT_BIAS, VALUE_NORM, GATES, KEPT_INPUTS, STATES, KEYS };
 enum { K_SCALES = DECAYS, V_SCALES };  // of an int8 cache, in places that attention does not use
 static_assert(FIELDS <= 32 && KEYS < K_MAP, "a lane copies one");
 
@@ -209,22 +209,28 @@ __device__ __forceinline__ float any_number(float x) { return x; }
 
 constexpr int divisor(int x, int y) { return y ? divisor(y, x % y) : x; }  // the greatest of both
 
-// What follows from a product's struct O: BITS, E2M1, E4M3, K, N (of its outputs), GROUP (0: one a row),
-// PARTS (groups of a block, each with a scale), FLOAT_SCALES, SHARED_ROWS (8 rows have one scale), GATED
-// (1: SiLU, 2: GELU by tanh, 3: MoEConfig.clamp's), EXPERTS, NORM (before it), FLOAT_NORM, BIAS, RESIDUAL
-// and ROW_PARALLEL (each rank has some of the inputs).
+// What follows from a product's struct O: BITS, E2M1, E4M3, K, N (of its outputs), GROUP (0: one a
+// row), PARTS (groups of a block, each with a scale), FLOAT_SCALES, SHARED_ROWS (8 rows have one
+// scale), EIGHT_ROWS (of a tile), GATED (1: SiLU, 2: GELU by tanh, 3: MoEConfig.clamp's), EXPERTS,
+// NORM (before it), FLOAT_NORM, BIAS, RESIDUAL and ROW_PARALLEL (each rank has some of the inputs).
 //
-// As in gemv.cu a block is 1 KiB of 16 rows, BLOCK inputs wide, and a chunk has the scales of 16
-// rows for PER_CHUNK blocks. A unit is two blocks, what a warp multiplies at once. SUMMED is Down
-// of a mixture: its row is the chosen experts' rows one behind the other. SETS: groups of inputs in
-// a block, each with a sum of its own. TILES: of 16 rows of w, 8 of either half if GATED; ALL: of
-// all chosen experts. Of Qwen3-30B-A3B in int4, groups of 128: Up has K 2048, 8 units a row, 96
-// tiles an expert and 768 in all; Down has K 768, 3 units a row, 24 in a row of all experts, and
-// 128 tiles.
+// A block is 1 KiB, BLOCK inputs of a tile's TILE_ROWS rows, and a chunk has the rows' scales for
+// PER_CHUNK blocks. A unit is two blocks, what a warp multiplies at once. SUMMED is Down of a
+// mixture: its row is the chosen experts' rows one behind the other. SETS: groups of inputs in a
+// block, each with a sum of its own. TILES: of TILE_ROWS rows of w, 8 of either half if GATED; ALL:
+// of all chosen experts. Of Qwen3-30B-A3B in int4, groups of 128: Up has K 2048, 8 units a row, 96
+// tiles an expert and 768 in all; Down has K 768, 3 units a row, 24 in a row of all experts, and 128
+// tiles.
+//
+// 16-bit weights of a layer's first product have EIGHT_ROWS. That of Qwen3-30B-A3B has 5,120 outputs:
+// of 320 tiles of 16 rows some of 132 programs would have three, and the others wait for them with
+// two; of 640 tiles they have four or five.
 template <class O>
 struct Sizes {
   static constexpr bool PLAIN = O::BITS == 16, GROUPED = O::GROUP > 0;
-  static constexpr int BLOCK = 512 / O::BITS, BLOCKS = (O::K + BLOCK - 1) / BLOCK;
+  static constexpr int TILE_ROWS = O::EIGHT_ROWS ? 8 : 16;
+  static constexpr int BLOCK = 1024 * 8 / TILE_ROWS / O::BITS, BLOCKS = (O::K + BLOCK - 1) / BLOCK;
+  static_assert(!O::EIGHT_ROWS || PLAIN && !O::GATED && !O::EXPERTS);
   static constexpr int PER_CHUNK = O::GROUP > BLOCK ? O::GROUP / BLOCK : 1;
   static constexpr int CHUNKS = GROUPED ? (BLOCKS + PER_CHUNK - 1) / PER_CHUNK : 1;
   static constexpr bool BYTE_SCALES = O::E2M1 && !O::FLOAT_SCALES;
@@ -234,10 +240,11 @@ struct Sizes {
   static constexpr bool SUMMED = O::EXPERTS && !O::GATED;
   static constexpr int UNITS = ROW_UNITS * (SUMMED ? O::EXPERTS : 1);
   static constexpr int TILE_SLOTS = (UNITS + SQUAD_WARPS - 1) / SQUAD_WARPS;  // of the ring
-  // Chunks of a unit in a slot, and behind the slot's first row, which may begin within a chunk, more
-  // of them. Copies begin and end at multiples of 16 bytes, which two chunks of SHARED_ROWS have.
+  // Chunks of a unit in a slot, and one more for the slot's first row, which may begin within a chunk.
+  // Of SHARED_ROWS a unit is a chunk, the scales of rows 0 to 7 and 8 to 15. Copies begin and end at
+  // multiples of 16 bytes, which two of these have.
   static constexpr int UNIT_CHUNKS = PER_CHUNK > 1 ? 1 : 2;
-  static constexpr int MORE_CHUNKS = PER_CHUNK == 1 ? 0 : O::SHARED_ROWS ? 2 : 1;
+  static constexpr int MORE_CHUNKS = PER_CHUNK > 1 && !O::SHARED_ROWS;
   static_assert(!O::SHARED_ROWS || PER_CHUNK == 2 && CHUNKS % 2 == 0);
   // If PLAIN: neighbours that one copy takes, as they belong to the same row.
   static constexpr int COPY_UNITS = SUMMED ? divisor(ROW_UNITS, SQUAD_WARPS) : SQUAD_WARPS;
@@ -249,11 +256,12 @@ struct Sizes {
   // weight of 16 bits the sum of two; with one of fp32 three terms have its 24 bits.
   static constexpr int TERMS = !O::NORM ? 1 : O::FLOAT_NORM ? 3 : 2;
   // Of a unit of x a lane has so many inputs, which become so many words of digits or terms.
-  static constexpr int INPUTS = PLAIN ? 2 : O::BITS == 4 ? 8 : 4;
-  static constexpr int DIGIT_WORDS = PLAIN ? TERMS : O::BITS == 4 || O::E4M3 ? 8 : 4;
+  static constexpr int INPUTS = PLAIN ? 32 / TILE_ROWS : O::BITS == 4 ? 8 : 4;
+  static constexpr int DIGIT_WORDS = PLAIN ? TERMS * INPUTS / 2 : O::BITS == 4 || O::E4M3 ? 8 : 4;
   static constexpr bool DIGITS = !PLAIN && !O::E4M3;  // inputs become digits, not terms
   static constexpr int SETS = PLAIN ? 1 : O::PARTS;
-  static constexpr int TILES = (O::N + (O::GATED ? 7 : 15)) / (O::GATED ? 8 : 16);  // of an expert
+  static constexpr int TILE_OUTPUTS = O::GATED ? 8 : TILE_ROWS;
+  static constexpr int TILES = (O::N + TILE_OUTPUTS - 1) / TILE_OUTPUTS;  // of an expert
   static constexpr int ALL = TILES * (O::EXPERTS && O::GATED ? O::EXPERTS : 1);
 };
 constexpr int largest(int x, int y) { return x > y ? x : y; }
@@ -394,7 +402,7 @@ struct Shared {
   volatile int streaming;  // whether this program's warps multiply
   u64 full[32], empty[32], chosen;
   volatile int held[32];  // of each place of the ring, the number of the slot that has it
-  u64* parts[RANKS];         // the words in each rank's memory: see sum_of_ranks()
+  u64* rank_words[RANKS];    // in each rank's memory: see sum_of_ranks()
   int rank;                  // this one
   u64 fields[2][2][FIELDS];  // the producer's, and the others'; of layers with even and odd numbers
 };
@@ -403,9 +411,10 @@ constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
                            : 32;
 // A barrier's parity tells the n-th use of a place of the ring from the next use, but not from the
 // one after that. So slot n - STAGES, which had the same place, must have landed when a squad begins
-// to wait for slot n. The squad had a slot from n - 2 * SQUADS on (it takes up to two at once, see
-// Product::AT_ONCE), and when that was asked for, all but IN_FLIGHT - 1 of the slots before it had
-// landed.
+// to wait for slot n. Where the squad had no slot of this product yet, all slots of the products
+// before have landed, as all warps have met since. Else it had one from n - 2 * SQUADS on (it takes up
+// to two at once, see Product::AT_ONCE), and when that was asked for, all but IN_FLIGHT - 1 of the
+// slots before it had landed.
 static_assert(STAGES >= 2 * SQUADS + IN_FLIGHT, "the ring does not fit in shared memory");
 static_assert(HEAD_DIM % 64 == 0 && QUERIES <= 8 && LARGEST_SPLITS % WARPS == 0);
 
@@ -431,17 +440,18 @@ __device__ __forceinline__ int share_of(int all) {
 // Output n of Wo or Down, of which each rank has some inputs: the sum of all ranks' y. All add in
 // the ranks' order, and so get the same bits.
 //
-// s.parts[r] is in rank r's memory, and has what the others send to it: words [2, RANKS, D], of Wo
+// s.rank_words[r] is in rank r's memory, and has what the others send to it: words [2, RANKS, D], of Wo
 // and of Down, a row for each sender. Tags agree, as all ranks launch the same steps. No word is
 // written over too early: a rank sends Wo's of the next layer after it has read Down's of this one,
-// which the receiver sent after it had read Wo's of this one. Of Down's it is the same.
+// which the receiver sent after it had read Wo's of this one. Of Down's it is the same. On each rank
+// the same program has the tile.
 //
 // Lanes 0 to 15 have an output each; what the other lanes get is not used.
-__device__ __forceinline__ float sum_of_ranks(const Program& p, bool of_down, int n, float y,
-                                              u32 tag) {
-  const auto place = [&](int rank) { return (of_down * RANKS + rank) * D + n; };
+template <bool OF_DOWN>
+__device__ __forceinline__ float sum_of_ranks(const Program& p, int n, float y, u32 tag) {
+  const auto place = [&](int rank) { return (OF_DOWN * RANKS + rank) * D + n; };
   const bool there = p.lane < 16 && n < D;
-  u64* const* memory = p.s->parts;
+  u64* const* memory = p.s->rank_words;
   const int own = p.s->rank;
 #pragma unroll
   for (int i = 1; i < RANKS; i++)

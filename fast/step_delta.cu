@@ -104,7 +104,7 @@ __device__ __forceinline__ void finish_gates(Program& p, const Layer& layer, con
   if (p.lane) return;
   s.beta = 1 / (1 + __expf(-number(b)));
   s.decayed = __expf(decay);
-  u16* kept = layer.at<u16>(INPUTS) + (long long)(position % Delta::RING) * KEPT + CHANNELS + m.h;
+  u16* kept = layer.at<u16>(KEPT_INPUTS) + (long long)(position % Delta::RING) * KEPT + CHANNELS + m.h;
   kept[0] = b;
   kept[Delta::VALUE_HEADS] = a;
   layer.at<float>(DECAYS)[m.row * Delta::VALUE_HEADS + m.h] = decay;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void convolve(Program& p, const Layer& layer, const D
                                          const u64* qkvz, u32 tag, int position) {
   constexpr int TAPS = Delta::TAPS, ALL = 2 * (KEY_DIM + VALUE_DIM);
   DeltaMemory& s = p.s->delta;
-  u16* const inputs = layer.at<u16>(INPUTS);
+  u16* const inputs = layer.at<u16>(KEPT_INPUTS);
 #pragma unroll 1
   for (int n = (p.warp * 32 + p.lane) * 2; n < ALL; n += WARPS / 2 * 64) {
     const bool is_key = n < 2 * KEY_DIM, is_z = n >= 2 * KEY_DIM + VALUE_DIM;

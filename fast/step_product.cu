@@ -29,7 +29,7 @@ struct Product : Sizes<O> {
   }
   // The n-th input of a lane is number k of its row.
   static __device__ __forceinline__ int input(int unit, int lane, int n) {
-    return in_row(unit) * S::UNIT_INPUTS + (S::PLAIN ? lane * 2 + n
+    return in_row(unit) * S::UNIT_INPUTS + (S::PLAIN ? n / 2 * 64 + lane * 2 + (n & 1)
                                               : (lane >> 2) * (S::BLOCK / 4) + (n & ~1) * 4 +
                                                     (lane & 3) * 2 + (n & 1));
   }
@@ -46,15 +46,15 @@ struct Product : Sizes<O> {
   static __device__ __forceinline__ bool ask_for(u32 (&pairs)[INPUTS / 2], const u64* x, int unit,
                                                  int lane, u32 tag) {
     const u64* words = x + unit * (S::UNIT_INPUTS / 2);
-    constexpr int ABREAST = S::PLAIN ? 1 : 2;  // in one load
+    constexpr int PER_LOAD = S::PLAIN ? 1 : 2;
     bool there = true;
 #pragma unroll
-    for (int i = 0; i < INPUTS / 2; i += ABREAST) {
+    for (int i = 0; i < INPUTS / 2; i += PER_LOAD) {
       u64 some[2];
-      if (S::PLAIN) some[0] = peek(words + lane);
+      if (S::PLAIN) some[0] = peek(words + i * 32 + lane);
       else peek_two(words + i * 32 + lane * 2, some);
 #pragma unroll
-      for (int j = 0; j < ABREAST; j++) {
+      for (int j = 0; j < PER_LOAD; j++) {
         const bool wanted = O::K % S::UNIT_INPUTS == 0 || input(unit, lane, 2 * (i + j)) < O::K;
         pairs[i + j] = wanted ? (u32)some[j] : 0;
         there &= (u32)(some[j] >> 32) == tag || !wanted;
@@ -165,7 +165,7 @@ struct Product : Sizes<O> {
       if (p.warp + n * WARPS < S::UNITS) put(p, p.warp + n * WARPS, pairs[n], gain[n]);
   }
 
-  // A unit becomes digits or, for 16-bit weights, terms.
+  // A unit becomes digits or, for weights of 16 bits or e4m3, terms.
   static __device__ __forceinline__ void put(Program& p, int unit, const u32 (&pairs)[INPUTS / 2],
                                              const float (&gain)[INPUTS]) {
     Shared& s = *p.s;
@@ -189,27 +189,29 @@ struct Product : Sizes<O> {
     // All |v| are below 2^(exponent - 126). Infinity and NaN have neither terms nor digits: 200 stands
     // for any exponent where 255 makes the result NaN.
     const u32 exponent = __reduce_max_sync(~0u, most) >> 23, finite = exponent < 255 ? exponent : 200;
-    // What a unit's terms or digits count: 2^(exponent - x - 127).
-    const auto count = [&](int x) {
-      return __uint_as_float(exponent == 255 ? 0x7fc00000 : (exponent - x) << 23);
+    // What 1 of a unit's scaled inputs stands for, 1 / scale: 2^(exponent - shift - 127).
+    const auto worth = [&](int shift) {
+      return __uint_as_float(exponent == 255 ? 0x7fc00000 : (exponent - shift) << 23);
     };
     if constexpr (S::PLAIN) {
-      // Numbers of 16 bits, below 8 so that fp16 has room for the last, whose sum is v.
+      // Numbers of 16 bits, whose sum is v * scale, and below 8, so that fp16 has room for the last.
       const float scale = __uint_as_float((256 - finite) << 23);
-      v[0] *= scale;
-      v[1] *= scale;
 #pragma unroll
-      for (int term = 0; term < S::TERMS; term++) {
-        const u32 pair = pair_of(v[0], v[1]);
-        ((u32*)s.inputs)[(unit * S::TERMS + term) * 32 + lane] = pair;
-        v[0] -= low_number(pair);
-        v[1] -= high_number(pair);
+      for (int i = 0; i < INPUTS; i += 2) {
+        float low = v[i] * scale, high = v[i + 1] * scale;
+#pragma unroll
+        for (int term = 0; term < S::TERMS; term++) {
+          const u32 pair = pair_of(low, high);
+          digits_of(s, unit)[(i / 2 * S::TERMS + term) * 32 + lane] = pair;
+          low -= low_number(pair);
+          high -= high_number(pair);
+        }
       }
-      if (lane == 0) s.scale[unit] = count(2);
+      if (lane == 0) s.scale[unit] = worth(2);
     } else if constexpr (O::E4M3) {
       const float scale = __uint_as_float((127 + 140 - finite) << 23);
-      put_halves<DIGIT_WORDS, SETS, S::TERMS>(digits_of(s, unit), v, scale, lane);
-      if (lane == 0) s.scale[unit] = count(13);
+      put_fp16_terms<DIGIT_WORDS, SETS, S::TERMS>(digits_of(s, unit), v, scale, lane);
+      if (lane == 0) s.scale[unit] = worth(13);
     } else {
       // |v * scale| is below 2^26, as the scale is 2^(152 - exponent).
       const float scale = __uint_as_float((127 + 152 - finite) << 23);
@@ -242,7 +244,7 @@ struct Product : Sizes<O> {
         offset += sum;
       }
       // 1 / scale, and what else a product is too large by: int4's codes 16, e2m1's 2.
-      const float one = count(O::E2M1 ? 26 : O::BITS == 4 ? 29 : 25);
+      const float one = worth(O::E2M1 ? 26 : O::BITS == 4 ? 29 : 25);
       if (lane == 0) s.scale[unit] = one;
       if (!S::GROUPED) {
         offset *= lane & 1 ? one * 65536 : one;
@@ -284,11 +286,11 @@ struct Product : Sizes<O> {
   // What a lane needs of x and of the slot's order for the same unit of several tiles.
   struct Unit {
     Operands o;
-    RowPart run;
+    RowPart row_part;
     int unit, wl, lane;
     float sums[SETS], scale;
     __device__ __forceinline__ Unit(Shared& s, int nth_slot, int wl, int lane)
-        : o(operands(s, nth_slot * SQUAD_WARPS + wl, lane)), run(nth_slot, wl),
+        : o(operands(s, nth_slot * SQUAD_WARPS + wl, lane)), row_part(nth_slot, wl),
           unit(nth_slot * SQUAD_WARPS + wl), wl(wl), lane(lane) {
 #pragma unroll
       for (int i = 0; i < SETS; i++) sums[i] = S::DIGITS ? s.sums[unit][i][lane & 3] : 0;
@@ -312,7 +314,8 @@ struct Product : Sizes<O> {
           const int block = unit_block + (SETS == 1 ? half : SETS == 2 ? set : set >> 1);
           const int part = SETS == 1 ? 0 : SETS == 2 ? half : (set & 1) * 2 + half;
           if (block < S::BLOCKS) {
-            const int chunk = run.chunk + block / S::PER_CHUNK - run.first_block / S::PER_CHUNK;
+            const int chunk = row_part.chunk + block / S::PER_CHUNK -
+                              row_part.first_block / S::PER_CHUNK;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
               float scale, zero;
@@ -332,17 +335,24 @@ struct Product : Sizes<O> {
       y1 *= scale;
     }
   };
+  // 64 inputs of 16 rows or, of EIGHT_ROWS, 128 of 8. mma() has 16 rows and 8 columns:
+  //
+  //     columns 0 to 3     terms of inputs 0 to 63, for rows 0 to 15 or, of EIGHT_ROWS, rows 0 to 7
+  //     columns 4 to 7     0 or, of EIGHT_ROWS, terms of inputs 64 to 127, for rows 8 to 15, which
+  //                        hold these inputs of the same eight rows
+  //
+  // What the other rows make of a column is not used.
   struct PlainUnit {
-    uint4 x[2];  // of eight inputs of each 32 the part that is column lane / 4 of mma()'s operand
+    uint4 x[2];  // of each 32 inputs eight, 8 t to 8 t + 7 in lane 4 g + t, of column g
     float scale;
     int unit, wl, lane;
     __device__ __forceinline__ PlainUnit(const Shared& s, int nth_slot, int wl, int lane)
         : unit(nth_slot * SQUAD_WARPS + wl), wl(wl), lane(lane) {
-      const int part = lane >> 2;
-      const int term = min(part, S::TERMS - 1);
-      const uint4* from = (const uint4*)s.inputs + (unit * S::TERMS + term) * 8 + (lane & 3);
+      const int column = lane >> 2, half = O::EIGHT_ROWS ? column >> 2 : 0, nth = column - 4 * half;
+      const int term = half * S::TERMS + min(nth, S::TERMS - 1);
+      const uint4* from = (const uint4*)s.inputs + (unit * DIGIT_WORDS + term) * 8 + (lane & 3);
 #pragma unroll
-      for (int i = 0; i < 2; i++) x[i] = part < S::TERMS ? from[i * 4] : uint4{0, 0, 0, 0};
+      for (int i = 0; i < 2; i++) x[i] = nth < S::TERMS ? from[i * 4] : uint4{0, 0, 0, 0};
       scale = s.scale[unit];
     }
     __device__ __forceinline__ void multiply(const unsigned char* stage, float& y0,
@@ -359,6 +369,10 @@ struct Product : Sizes<O> {
       }
       y0 = (c[0] + c[1] + d[0] + d[1]) * scale;
       y1 = (c[2] + c[3] + d[2] + d[3]) * scale;
+      if (O::EIGHT_ROWS) {
+        y0 = lane & 2 ? y1 : y0;
+        y1 = 0;
+      }
     }
   };
   // Which of a tile's first eight rows a lane has.
@@ -417,15 +431,15 @@ struct Product : Sizes<O> {
   }
 
   // The sums of the t-th tile -> words, and `row_out`, if it is there, as a plain row. Lanes 0 to 15
-  // have its 16 rows, and lanes 16 to 31 have them again, for half of the warps' sums each. If
-  // ROW_PARALLEL, other ranks' sums are added.
+  // have its 16 rows (of EIGHT_ROWS 8, and zeros), and lanes 16 to 31 have them again, for half of the warps'
+  // sums each. If ROW_PARALLEL, other ranks' sums are added.
   template <class To>
   static __device__ __forceinline__ void finish(const Program& p, int t, const Layer& layer,
                                                 int field, u64* out, u32 tag, u16* row_out) {
     Shared& s = *p.s;
     const int lane = p.lane, r = lane & 15, mine = blockIdx.x + t * PROGRAMS;
     const int nth = nth_of(mine, 0), tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
-    const int n = O::GATED ? tile * 8 + (r & 7) : tile * 16 + r;  // of the outputs
+    const int n = tile * S::TILE_OUTPUTS + r % S::TILE_OUTPUTS;  // of the outputs
     const int row = n + (O::GATED && r >= 8 ? O::N : 0);  // of w
     const bool there = n < O::N;
     float y = 0;
@@ -446,7 +460,9 @@ struct Product : Sizes<O> {
           y += number(bias[(O::EXPERTS ? s.experts[i] : 0) * (O::GATED ? 2 : 1) * O::N + row]) *
                (S::SUMMED ? s.weights[i] : 1);
     }
-    if constexpr (O::ROW_PARALLEL) y = sum_of_ranks(p, field == DOWN * PER_PRODUCT, n, y, tag);
+    if constexpr (O::ROW_PARALLEL)
+      y = field == DOWN * PER_PRODUCT ? sum_of_ranks<true>(p, n, y, tag)
+                                      : sum_of_ranks<false>(p, n, y, tag);
     if (O::RESIDUAL) {
       y = number(rounded(y + s.residual[t][r]));
       __syncwarp();
@@ -456,11 +472,10 @@ struct Product : Sizes<O> {
       y = gated<O::GATED>(y, __shfl_down_sync(~0u, y, 8), p.limit, p.alpha);
       if (O::EXPERTS) y *= s.weights[nth];
     }
-    constexpr int ROWS = O::GATED ? 8 : 16;
     const float low = __shfl_sync(~0u, y, lane * 2 & 31);
     const float high = __shfl_sync(~0u, y, lane * 2 + 1 & 31);
-    const int pair = tile * (ROWS / 2) + lane;
-    if (lane < ROWS / 2 && 2 * pair < O::N) {
+    const int pair = tile * (S::TILE_OUTPUTS / 2) + lane;
+    if (lane < S::TILE_OUTPUTS / 2 && 2 * pair < O::N) {
       poke(out + To::word(nth, 2 * pair), word_of(pair_of(low, high), tag));
       if (O::RESIDUAL && row_out) ((u32*)row_out)[pair] = pair_of(low, high);
     }

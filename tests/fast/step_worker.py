@@ -33,17 +33,17 @@ from tp import Team, join, splitter
 from tp_worker import late
 
 
-def parts_of_ranks(
+def words_of_ranks(
     directory: Path, team: Team, dim: int, device: torch.device
 ) -> tuple[Tensor, ...]:
     """Of CPUs in files that all ranks have in their memory."""
     if device.type == "cuda":
         return memory_of_ranks((2, team.ranks, dim), torch.int64, 0, device)
-    paths = [str(directory / f"parts.{rank}") for rank in range(team.ranks)]
+    paths = [str(directory / f"words.{rank}") for rank in range(team.ranks)]
     size = 2 * team.ranks * dim
-    parts = [torch.from_file(path, True, size, dtype=torch.int64) for path in paths]
+    rank_words = [torch.from_file(path, True, size, dtype=torch.int64) for path in paths]
     dist.barrier()
-    return tuple(parts)
+    return tuple(rank_words)
 
 
 @torch.no_grad()
@@ -63,8 +63,8 @@ def steps(team: Team, device: torch.device, directory: Path, case: str) -> list[
         assert decoder.one_row.ranks == team.ranks
     assert unsupported(decoder) is None
     fill_rings(decoder, 0)
-    parts = parts_of_ranks(directory, team, exact.config.dim, device)
-    step = Step(decoder, *sizes, team.rank, parts)
+    rank_words = words_of_ranks(directory, team, exact.config.dim, device)
+    step = Step(decoder, *sizes, team.rank, rank_words)
     own, found = directory / str(team.rank), []
     own.mkdir()
     torch.manual_seed(7)
