@@ -282,7 +282,8 @@ def to_fp8(layer: torch.nn.Linear | Experts, group: int) -> torch.nn.Module:
     rows, columns = (1, K) if group == -1 else (128, group)
     most = torch.nn.functional.pad(weight.abs(), (0, 0, 0, -N % rows))
     most = most.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).amax((1, 3))
-    scales = (most / 448).repeat_interleave(rows, 0)[:N].contiguous()
+    scales = most / 448 * 2 ** torch.randint(4, most.shape)  # so that another's would be far off
+    scales = scales.repeat_interleave(rows, 0)[:N].contiguous()
     numbers = weight / scales.repeat_interleave(columns, 1)
     codes = numbers.to(torch.float8_e4m3fn).view(torch.uint8)
     return QuantizedLinear(pack(codes, 8), scales, None, CODES["fp8"], layer.bias)
