@@ -125,8 +125,8 @@ __device__ __forceinline__ u32 to_bytes(u32 codes) {
 //     SETS 2: of block m / 2 the groups 0 and 1, which have the even and the odd m
 //     SETS 4: of product m the inputs of registers 0 and 1
 //
-// digits: the lane's words, of which there are 8 where two codes share a byte or, of e4m3, terms of fp16
-// stand for digits, else 4.
+// digits: the lane's words, of which there are 8 where two codes share a byte or, of e4m3, terms of
+// fp16 stand for digits, else 4.
 template <int DIGIT_WORDS, int SETS>
 struct Operands {
   u32 b[4][2][2];
@@ -219,9 +219,9 @@ __device__ __forceinline__ void add_products(int (&c)[4], int (&d)[4], const u32
   }
 }
 
-// Like put_digits(), for e4m3's numbers: a lane's inputs become fp16, which `scale` makes less than 2^14.
-// Column n has the n-th of TERMS terms, each what those before it leave, and word `pair` inputs 2 pair
-// and 2 pair + 1.
+// Like put_digits(), for e4m3's numbers: a lane's inputs become fp16, which `scale` makes less than
+// 2^14. Column n has the n-th of TERMS terms, each what those before it leave, and word `pair` inputs
+// 2 pair and 2 pair + 1.
 template <int DIGIT_WORDS, int SETS, int TERMS, int INPUTS>
 __device__ __forceinline__ void put_fp16_terms(u32* digits, const float (&v)[INPUTS], float scale,
                                            int lane) {

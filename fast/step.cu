@@ -83,8 +83,8 @@ struct Producer {
     const int at = begin(copies * S::COPY_UNITS * 2048);
     if (p.lane < copies)
       copy_box(p.slot(at) + p.lane * S::COPY_UNITS * 2048, map, tile * S::TILE_OUTPUTS,
-               P::in_row(unit) * (S::UNIT_INPUTS / 64), O::EXPERTS ? p.s->experts[P::nth_of(mine, unit)] : 0,
-               &p.s->full[at % STAGES]);
+               P::in_row(unit) * (S::UNIT_INPUTS / 64),
+               O::EXPERTS ? p.s->experts[P::nth_of(mine, unit)] : 0, &p.s->full[at % STAGES]);
     __syncwarp();
   }
 
@@ -212,8 +212,8 @@ struct Producer {
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, u64* started,
            u64* qkv, u64* split_sums, u64* attended, u64* middle, u64* logits, u64* gated, u64* ends,
-           const u64* rank_words, float eps, float qk_eps, float scale, float route_scale, float limit,
-           float alpha) {
+           const u64* rank_words, float eps, float qk_eps, float scale, float route_scale,
+           float limit, float alpha) {
   const int lane = threadIdx.x % 32;
   // The ring begins at a multiple of 1,024, by which copy_box() orders what it copies.
   unsigned char* const memory = shared_memory();

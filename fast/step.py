@@ -64,10 +64,10 @@ wait is for something earlier in an order that is the same in all of them; and t
 slots than warps hold while they wait for one more.
 
 A product's rows come in tiles of 16 (in 16 bits Qkv's and In's, which are few, of 8), and a program
-has every PROGRAMS-th tile. Slots of the ring hold eight units of a tile (packed_gemv.py draws one), and a squad of eight warps takes a slot, each
-a unit. Where a row is longer than a slot, each squad takes one of its slots through all tiles, and
-then another, so that a warp's part of x stays in its registers. Where it is not, the squads have
-tiles of their own.
+has every PROGRAMS-th tile. Slots of the ring hold eight units of a tile (packed_gemv.py draws one),
+and a squad of eight warps takes a slot, each a unit. Where a row is longer than a slot, each squad
+takes one of its slots through all tiles, and then another, so that a warp's part of x stays in its
+registers. Where it is not, the squads have tiles of their own.
 
 Attention: a program has a kv head and 64 columns of its values. Of a text of more than 256
 positions it has some of them, a split, and, where E is not 64, 128 columns: it reads all of each
@@ -605,7 +605,9 @@ class Step:
             sizes = 64, N // halves, halves, K // 64, w.qweight.shape[:-2].numel()
             strides = 2 * K, N // halves * 2 * K, 128, N * 2 * K
             units = math.gcd(K // 64, 8) if operation.experts and not w.gated else 8
-            box = (64, 8, 1, 16, 1) if operation.eight_rows else (64, 16 // halves, halves, units, 1)
+            box = 64, 16 // halves, halves, units, 1
+            if operation.eight_rows:
+                box = 64, 8, 1, 16, 1
             maps.append(nvrtc.tensor_map(w.qweight, sizes, strides, box))
         if layer.attention.recurrent:
             return [*maps, [0] * 16, [0] * 16]

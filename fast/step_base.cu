@@ -2,8 +2,8 @@
 // In front of it stands common.cu, and in front of that the table that step.py writes: BF16, D,
 // LAYERS, HEADS, KV_HEADS, HEAD_DIM, INT8_CACHE, TURNED, OUTPUT_GATE, QK_NORM, FLOAT_QK_NORM, SINKS,
 // POST_NORMS, CHOSEN, SHARED, NORMALIZE, RECURRENT, RANKS, WARPS, PROGRAMS, MEMORY, IN_FLIGHT,
-// IN_FLIGHT_WAITING, TRIES, and a struct for each product: Qkv, Wo, Up, Down, of a mixture RouterOp and,
-// if RECURRENT (some layers are recurrent), In and Delta, which is the mixer's.
+// IN_FLIGHT_WAITING, TRIES, and a struct for each product: Qkv, Wo, Up, Down, of a mixture RouterOp
+// and, if RECURRENT (some layers are recurrent), In and Delta, which is the mixer's.
 
 constexpr int SQUAD_WARPS = 8, SQUADS = WARPS / SQUAD_WARPS;  // warps that share a slot
 constexpr int LARGEST_SPLITS = 32;  // programs that share the positions of a kv head
@@ -240,9 +240,9 @@ struct Sizes {
   static constexpr bool SUMMED = O::EXPERTS && !O::GATED;
   static constexpr int UNITS = ROW_UNITS * (SUMMED ? O::EXPERTS : 1);
   static constexpr int TILE_SLOTS = (UNITS + SQUAD_WARPS - 1) / SQUAD_WARPS;  // of the ring
-  // Chunks of a unit in a slot, and one more for the slot's first row, which may begin within a chunk.
-  // Of SHARED_ROWS a unit is a chunk, the scales of rows 0 to 7 and 8 to 15. Copies begin and end at
-  // multiples of 16 bytes, which two of these have.
+  // Chunks of a unit in a slot, and one more for the slot's first row, which may begin within a
+  // chunk. Of SHARED_ROWS a unit is a chunk, the scales of rows 0 to 7 and 8 to 15. Copies begin and
+  // end at multiples of 16 bytes, which two of these have.
   static constexpr int UNIT_CHUNKS = PER_CHUNK > 1 ? 1 : 2;
   static constexpr int MORE_CHUNKS = PER_CHUNK > 1 && !O::SHARED_ROWS;
   static_assert(!O::SHARED_ROWS || PER_CHUNK == 2 && CHUNKS % 2 == 0);
@@ -412,8 +412,8 @@ constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
 // A barrier's parity tells the n-th use of a place of the ring from the next use, but not from the
 // one after that. So slot n - STAGES, which had the same place, must have landed when a squad begins
 // to wait for slot n. Where the squad had no slot of this product yet, all slots of the products
-// before have landed, as all warps have met since. Else it had one from n - 2 * SQUADS on (it takes up
-// to two at once, see Product::AT_ONCE), and when that was asked for, all but IN_FLIGHT - 1 of the
+// before have landed, as all warps have met since. Else it had one from n - 2 * SQUADS on (it takes
+// up to two at once, see Product::AT_ONCE), and when that was asked for, all but IN_FLIGHT - 1 of the
 // slots before it had landed.
 static_assert(STAGES >= 2 * SQUADS + IN_FLIGHT, "the ring does not fit in shared memory");
 static_assert(HEAD_DIM % 64 == 0 && QUERIES <= 8 && LARGEST_SPLITS % WARPS == 0);
@@ -440,11 +440,11 @@ __device__ __forceinline__ int share_of(int all) {
 // Output n of Wo or Down, of which each rank has some inputs: the sum of all ranks' y. All add in
 // the ranks' order, and so get the same bits.
 //
-// s.rank_words[r] is in rank r's memory, and has what the others send to it: words [2, RANKS, D], of Wo
-// and of Down, a row for each sender. Tags agree, as all ranks launch the same steps. No word is
-// written over too early: a rank sends Wo's of the next layer after it has read Down's of this one,
-// which the receiver sent after it had read Wo's of this one. Of Down's it is the same. On each rank
-// the same program has the tile.
+// s.rank_words[r] is in rank r's memory, and has what the others send to it: words [2, RANKS, D], of
+// Wo and of Down, a row for each sender. On each rank the same program has a tile, and tags agree, as
+// all ranks launch the same steps. No word is written over too early: a rank sends Wo's of the next
+// layer after it has read Down's of this one, which the receiver sent after it had read Wo's of this
+// one. Of Down's it is the same.
 //
 // Lanes 0 to 15 have an output each; what the other lanes get is not used.
 template <bool OF_DOWN>

@@ -186,9 +186,10 @@ struct Product : Sizes<O> {
       squares = all_lanes(squares, add);
       if (lane == 0) s.squares[unit] = squares;
     }
-    // All |v| are below 2^(exponent - 126). Infinity and NaN have neither terms nor digits: 200 stands
-    // for any exponent where 255 makes the result NaN.
-    const u32 exponent = __reduce_max_sync(~0u, most) >> 23, finite = exponent < 255 ? exponent : 200;
+    // All |v| are below 2^(exponent - 126). Infinity and NaN have neither terms nor digits: 200
+    // stands for any exponent where 255 makes the result NaN.
+    const u32 exponent = __reduce_max_sync(~0u, most) >> 23;
+    const u32 finite = exponent < 255 ? exponent : 200;
     // What 1 of a unit's scaled inputs stands for, 1 / scale: 2^(exponent - shift - 127).
     const auto worth = [&](int shift) {
       return __uint_as_float(exponent == 255 ? 0x7fc00000 : (exponent - shift) << 23);
@@ -431,8 +432,8 @@ struct Product : Sizes<O> {
   }
 
   // The sums of the t-th tile -> words, and `row_out`, if it is there, as a plain row. Lanes 0 to 15
-  // have its 16 rows (of EIGHT_ROWS 8, and zeros), and lanes 16 to 31 have them again, for half of the warps'
-  // sums each. If ROW_PARALLEL, other ranks' sums are added.
+  // have its 16 rows (of EIGHT_ROWS 8, and zeros), and lanes 16 to 31 have them again, for half of the
+  // warps' sums each. If ROW_PARALLEL, other ranks' sums are added.
   template <class To>
   static __device__ __forceinline__ void finish(const Program& p, int t, const Layer& layer,
                                                 int field, u64* out, u32 tag, u16* row_out) {

@@ -371,8 +371,9 @@ extern "C" void whole_step(Numbers, const long long*, unsigned short*, const uns
 extern "C" bool run(int programs, int threads, int shared_bytes, Numbers x,
                     const long long* positions, unsigned short* y, const unsigned long long* layers,
                     Words started, Words qkv, Words split_sums, Words attended, Words middle,
-                    Words logits, Words gated, Words ends, const unsigned long long* rank_words, float eps, float qk_eps, float scale,
-                    float expert_scale, float limit, float alpha) {
+                    Words logits, Words gated, Words ends, const unsigned long long* rank_words,
+                    float eps, float qk_eps, float scale, float expert_scale, float limit,
+                    float alpha) {
   return run_programs(programs, threads, shared_bytes, [=] {
     whole_step(x, positions, y, layers, started, qkv, split_sums, attended, middle, logits, gated, ends,
                rank_words, eps, qk_eps, scale, expert_scale, limit, alpha);

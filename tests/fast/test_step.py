@@ -94,7 +94,14 @@ CASES = {
     "fp8 in blocks": ("qwen3", dict(intermediate_size=768), "fp8", 128, 40, 3),
     "experts in fp8": ("qwen3_moe", EXPERTS | dict(hidden_size=288), "fp8", -1, 33, 3),
     # Of a row of experts three slots begin within the first, at the second and within the third.
-    "experts in blocks": ("qwen3_moe", EXPERTS | dict(moe_intermediate_size=768), "fp8", 128, 33, 3),
+    "experts in blocks": (
+        "qwen3_moe",
+        EXPERTS | dict(moe_intermediate_size=768),
+        "fp8",
+        128,
+        33,
+        3,
+    ),
     "heads of 256": ("qwen3", dict(head_dim=256), "int8", None, 50, 3),
     "one split of two parts": ("llama", ONE_HEAD | dict(num_key_value_heads=2), "int4", 32, 300, 3),
     "a last split of one token": ("llama", ONE_HEAD, "int4", 32, 256, 5),
