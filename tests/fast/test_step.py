@@ -245,13 +245,13 @@ OWN = "round the ring", "many heads", *RECURRENT_CASES  # which have tests of th
 
 
 def loaded(
-    directory, case: str, device: str, dtype: torch.dtype = BF16, slots: int = 20
+    directory, case: str, device: str, dtype: torch.dtype = BF16, slots: int = 20, **more
 ) -> tuple[Transformer, Transformer, int, int]:
     """A model of random weights over a random cache, and the same in float64. slots: of the cache,
-    from the case's position on."""
+    from the case's position on. more: of the model's config."""
     kind, changes, quantize, group, position, programs = CASES[case]
     torch.manual_seed(3)
-    make(directory, kind, **SIZES | changes)
+    make(directory, kind, **SIZES | changes | more)
     fp8 = quantize == "fp8"
     rounding = (None, None) if fp8 else (quantize, group)
     model = load_checkpoint(directory, torch.device("cpu"), dtype, *rounding)
@@ -671,6 +671,24 @@ def test_a_mixer_whose_types_were_changed_keeps_its_launches(tmp_path):
     assert why_launches(decoder) is None
     model.to(BF16)
     assert why_launches(decoder) == "a mixer of other types"
+
+
+@pytest.mark.parametrize(
+    "case, more, reason",
+    [
+        ("fp8", {}, None),
+        ("fp8 in blocks", {}, None),
+        ("experts in blocks", {}, None),
+        (
+            "fp8 in blocks",
+            dict(hidden_size=384),
+            "scales that rows share, of 128 of 384 inputs",
+        ),
+    ],
+)
+def test_which_fp8_weights_keep_their_launches(tmp_path, case, more, reason):
+    model, *_ = loaded(tmp_path, case, "cpu", **more)
+    assert why_launches(use_kernels(model).decoder) == reason
 
 
 def test_mxfp4_weights_keep_their_launches(tmp_path):
