@@ -260,7 +260,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
   //  1. In step_base.cu a place in the enum of products and in OPERATIONS, here a line in each of
   //     the loops, and one in map_at(). RESIDUAL says that its tiles are Wo's, whose rows of the
   //     stream s.residual has; NORM without GATED, that it is a layer's first (ENTERS and MEASURES
-  //     in step_product.cu).
+  //     in step_product.cu); step.py's Operation.eight_rows names those whose tiles have 8 rows.
   //  2. In step.py: a line in operations(), its place in fields(), and FIELDS, which the enum
   //     counts. A lane copies one field: with more than 32, both copy_word() take a loop.
   //  3. A row of words: among Step's, which stand in the order of this function's parameters, and

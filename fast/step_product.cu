@@ -298,10 +298,10 @@ struct Product : Sizes<O> {
       scale = S::DIGITS && lane & 1 ? s.scale[unit] * 65536 : s.scale[unit];
     }
     // Of rows lane / 4 and lane / 4 + 8, what this lane's column gives.
-    __device__ __forceinline__ void multiply(const unsigned char* stage, float& y0,
+    __device__ __forceinline__ void multiply(const unsigned char* slot, float& y0,
                                              float& y1) const {
       const int row = lane >> 2, half = lane >> 1 & 1, unit_block = 2 * in_row(unit);
-      const uint4* from = (const uint4*)(stage + wl * 2048) + lane;
+      const uint4* from = (const uint4*)(slot + wl * 2048) + lane;
       const uint4 p[2][2] = {{from[0], from[32]}, {from[64], from[96]}};  // [block][row or row + 8]
       Column c = {0, 0, 0, 0}, d = {0, 0, 0, 0};
 #pragma unroll
@@ -321,7 +321,7 @@ struct Product : Sizes<O> {
             for (int i = 0; i < 2; i++) {
               float scale, zero;
               const int nth = O::SHARED_ROWS ? i : (row + 8 * i) * O::PARTS + part;
-              group_of(stage + S::CODE_BYTES, chunk * S::CHUNK_SCALES + nth, scale, zero);
+              group_of(slot + S::CODE_BYTES, chunk * S::CHUNK_SCALES + nth, scale, zero);
               (i ? y1 : y0) += scale * (value_of(c, d, i) - zero * sums[set]);
             }
           }
@@ -356,9 +356,9 @@ struct Product : Sizes<O> {
       for (int i = 0; i < 2; i++) x[i] = nth < S::TERMS ? from[i * 4] : uint4{0, 0, 0, 0};
       scale = s.scale[unit];
     }
-    __device__ __forceinline__ void multiply(const unsigned char* stage, float& y0,
+    __device__ __forceinline__ void multiply(const unsigned char* slot, float& y0,
                                              float& y1) const {
-      const unsigned char* box = stage + wl * 2048;
+      const unsigned char* box = slot + wl * 2048;
       float c[4] = {}, d[4] = {};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
