@@ -119,7 +119,8 @@ sums 1.0, and to wait for all of them and rank 2.4; Up and Down 4.5 each. What w
   all over the row. 7B in int4 took 92.6 us so, and 32.4 in order.
 - Several rows have launches. Each program reads all inputs: with words of three rows more 7B in int4
   takes 39.0 us in place of 32.5, and that alone. Four rows' inputs of Down in fp16, 88 KB, and their
-  sums leave the ring fewer slots than LEAST_STAGES. Launches take 51 us with four rows.
+  sums leave the ring fewer slots than LEAST_STAGES. With launches a layer takes about 52 us, by
+  BENCHMARKS.md's tokens/s of four rows.
 - A layer's instructions are 100 KB, and come anew in each layer. An H200's multiprocessor runs a
   straight line of up to 32 KB at one cycle an instruction, up to 128 KB at 2.3, beyond at 5.9. So
   what runs once a layer costs by its length, most of all where all 16 warps run it.
@@ -168,7 +169,8 @@ TRIES = 1 << 21
 # models and of mixtures:
 LONGEST, LONGEST_OF_EXPERTS = (33_000, 8_000), (132_000, 33_000)
 # Bytes of a dense layer's weights: on one GPU, and on each of several ranks. There one launch saves
-# more, as the two all-reduces of a layer are launches, too.
+# more, as the two all-reduces of a layer are launches, too. Timed in 16 bits and int4; of int8 and FP8
+# only mixtures and larger layers were.
 LARGEST_DENSE, LARGEST_SHARED, MOST_RANKS = 128 << 20, 200 << 20, 2
 LEAST_STAGES = 4 + IN_FLIGHT[1]  # of the ring, for two squads of eight warps
 NO_INT8_CACHE = (
@@ -240,6 +242,8 @@ class Operation(NamedTuple):
     def unsupported(self) -> str | None:
         """Why step.cu has no such product."""
         w = self.w
+        if w.kind not in ("16-bit", "int8", "fp8", "int4", "mxfp4"):
+            return f"{w.kind} weights"
         if w.perm is not None:
             return "act-order"
         if self.post_norm is not None and self.experts:

@@ -746,6 +746,11 @@ def beside(job: Callable):
     return pytest.fixture(scope="session", name=job.__name__)(lambda started: started(job.__name__))
 
 
+def program(name: str) -> str:
+    """Code for python("-c"), of the folder tests/programs: it finds modules as if it lay elsewhere."""
+    return (ROOT / "tests" / "programs" / name).read_text(encoding="utf-8")
+
+
 def python(*args, **more) -> subprocess.CompletedProcess:
     """A script or code (-c) in a process of its own. With cwd and PYTHONPATH="" it finds no other
     module of ours."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, TINY, python, python_blocks
+from helpers import ROOT, TINY, program, python, python_blocks
 
 # Each room, a file or a folder, may import those of the rows above it, and itself.
 ROWS = [
@@ -106,27 +106,11 @@ except SystemExit:
     assert not re.search(rf"\| +{name}$", done.stderr, re.M), "imported beside __main__"
 
 
-LOOP = """
-import torch
-from generate import Engine, Sampling, generate
-from model import Config, LayerConfig, Rope, Transformer
-
-rope = Rope(tuple(1e4 ** (-i / 8) for i in range(0, 8, 2)))
-layers = (LayerConfig(rope=rope),) * 2
-model = Transformer(Config(32, layers, 4, 2, 8, 64, vocab_size=50, context=64))
-for parameter in model.parameters():
-    torch.nn.init.normal_(parameter, std=0.1)
-engine = Engine(model.requires_grad_(False), 40, 2, Sampling(0))
-for step in generate(engine, [[1, 2, 3], [4]], 5):
-    print(len(step))
-"""
-
-
 def test_model_and_generate_alone_are_an_engine(tmp_path):
     """A loop with random weights, in an empty folder with two files."""
     for name in ("model.py", "generate.py"):
         shutil.copy(ROOT / name, tmp_path)
-    done = python("-c", LOOP, cwd=tmp_path, PYTHONPATH="")
+    done = python("-c", program("two_files.py"), cwd=tmp_path, PYTHONPATH="")
     assert done.stdout.split() == ["2"] * 5, done.stderr
 
 

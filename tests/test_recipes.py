@@ -24,6 +24,7 @@ from helpers import (
     ended,
     error,
     make,
+    program,
     put,
     read_json,
     rewrite,
@@ -113,76 +114,8 @@ def forked(tree: Path) -> Path:
 # Those of the rooms that the recipes change.
 TESTS = "test_house", "test_readme", "test_sampling", "test_quantize", "hub/test_formats"
 GREEDY_20 = dict(temperature=0, max_new_tokens=20)
-USE = """
-import json, sys
-import torch
-from llm import LLM
-
-tiny, draft, unit = sys.argv[1:]
-llm = LLM(tiny, device="cpu", quiet=True, max_new_tokens=20)
-told = dict(
-    greedy=llm("One day", temperature=0).tokens,
-    always=LLM(tiny, device="cpu", quiet=True, max_new_tokens=20, epsilon=1)("One day").tokens,
-    call=llm("One day", epsilon=1).tokens,
-    stream="".join(llm.stream("One day", epsilon=1)) == llm("One day", temperature=0).text,
-    fp8=LLM(tiny, device="cpu", quiet=True, max_new_tokens=20, kv_cache="fp8")(
-        "One day", temperature=0
-    ).tokens,
-    int2=LLM(tiny, device="cpu", quiet=True, max_new_tokens=20, quantize="int2")("One day").tokens,
-)
-for name, options in dict(
-    draft=dict(draft=draft),
-    repeat=dict(draft="repeat", draft_tokens=2),
-    growing=dict(draft=draft, draft_tokens="growing"),
-).items():
-    made = LLM(tiny, device="cpu", quiet=True, max_new_tokens=20, **options)
-    told[name] = made("One day", epsilon=1).tokens
-    told[name + " k"] = made.speculator.policy.k
-model = LLM(unit, device="cpu", quiet=True)
-model.prepare(1, 20)
-logits = model.model(torch.tensor([[1, 2]]), torch.arange(2)[None])[0]
-# The state of which the head makes them.
-states = torch.linalg.lstsq(model.model.head.weight, logits.T).solution
-told["lengths"] = states.norm(dim=0).tolist()
-try:
-    llm("One day", epsilon=2)
-except ValueError as error:
-    told["refused"] = str(error)
-print(json.dumps(told))
-"""
 
 
-# A layer's parts, and its products: plain, and with what fast/ makes of it.
-LAYERS = """
-import sys
-from functools import partial
-from pathlib import Path
-import torch
-from safetensors.torch import save_file
-from fast import optimize
-from hub import formats
-from hub.checkpoint import Checkpoint
-from tp import Shard
-
-Shard.parallelize = lambda self, model: None  # a rank's part is loaded without the other ranks
-tiny, rows8, out = sys.argv[1:]
-load = partial(formats.load, device=torch.device("cpu"), dtype=torch.float32)
-held = {}
-for kind, directory, how in (
-    ("int2", tiny, dict(quantize="int2")),
-    ("rows8", rows8, {}),
-    ("rank 0", rows8, dict(split=partial(Shard, rank=0, ranks=2))),
-    ("rank 1", rows8, dict(split=partial(Shard, rank=1, ranks=2))),
-):
-    model = load(Checkpoint(Path(directory)), **how)
-    layer = model.layers[0].attn.wo
-    x = torch.randn(5, layer.in_features)
-    held |= {f"{kind} {name}": tensor for name, tensor in layer.named_parameters()}
-    held |= {f"{kind} x": x, f"{kind} y": layer(x)}
-    optimize(model)
-    held[f"{kind} fast"] = model.layers[0].attn.wo(x)
-save_file({name: tensor.contiguous() for name, tensor in held.items()}, out)
-"""
 WO = "model.layers.0.self_attn.o_proj.weight"
 
 
@@ -203,7 +136,7 @@ def write_rows8(directory: Path) -> Tensor:
 
 @beside
 def fork(directory: Path) -> Callable:
-    """The tree; what USE says; the command line's text and its refusal; the fork's own tests."""
+    """The tree; what recipes.py says; the command line's text and its refusal; the fork's own tests."""
     tree = forked(directory / "tree")
     unit = directory / "unit"
     shutil.copytree(TINY, unit)
@@ -217,8 +150,8 @@ def fork(directory: Path) -> Callable:
         return ended(command, cwd=tree, PYTHONPATH="")
 
     return lambda: dict(
-        use=run(sys.executable, "-c", USE, TINY, DRAFT, unit),
-        layers=run(sys.executable, "-c", LAYERS, TINY, rows8, layers),
+        use=run(sys.executable, "-c", program("recipes.py"), TINY, DRAFT, unit),
+        layers=run(sys.executable, "-c", program("recipe_layers.py"), TINY, rows8, layers),
         held=layers.exists() and load_file(layers),
         rows8=exact,
         greedy=run(*command, "--temperature", "0"),
@@ -255,27 +188,14 @@ def test_a_sampler_of_ones_own(fork, told):
     assert fork["refused"].stderr.count("\n") == 1
 
 
-ON_A_GPU = """
-import json, sys
-from llm import LLM
-
-tiny, draft = sys.argv[1:]
-for options in ({}, dict(draft=draft, draft_tokens=3)):
-    llm = LLM(tiny, device="cuda", compile=True, quiet=True, max_new_tokens=40, **options)
-    told = []
-    for how in (dict(temperature=0), dict(epsilon=1), dict(temperature=0)):
-        made = llm("One day", **how)
-        told.append((llm.engine.captures, llm.engine.kernels, made.tokens))
-    print(json.dumps([made.prompt_tokens, told]))
-"""
-
-
 @pytest.mark.gpu
 def test_a_sampler_of_ones_own_with_kernels(tmp_path):
     """Where the rule is on, the sampling kernels step aside, a line says so, and the model's stay;
     then they are back."""
     tree = forked(tmp_path / "tree")
-    done = ended((sys.executable, "-c", ON_A_GPU, TINY, DRAFT), cwd=tree, PYTHONPATH="")
+    done = ended(
+        (sys.executable, "-c", program("recipe_on_a_gpu.py"), TINY, DRAFT), cwd=tree, PYTHONPATH=""
+    )
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():
         prompt, told = json.loads(line)

@@ -52,6 +52,7 @@ from helpers import (
     load_checkpoint,
     make,
     make_endless,
+    program,
     put,
     python,
     refusal,
@@ -718,27 +719,11 @@ def test_a_bug_on_one_rank_leaves_its_traceback():
     assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr
 
 
-SLEEPER = """
-import ctypes, signal, threading, time
-signal.alarm(30)
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-from cli.errors import run
-
-def main():
-    print("up", flush=True)
-    mutex = ctypes.create_string_buffer(64)
-    for _ in range(2):  # the second time it waits for good
-        ctypes.CDLL(None).pthread_mutex_lock(mutex)
-
-run(main)
-"""
-
-
 def test_ctrl_c_ends_a_rank_whatever_thread_it_meets(monkeypatch):
     """One that a library started before, say, while the main thread waits for a GPU and runs no
     Python."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert interrupted("-c", SLEEPER, path=ROOT) == (-signal.SIGINT, b"")
+    assert interrupted("-c", program("sleeper.py"), path=ROOT) == (-signal.SIGINT, b"")
 
 
 def test_when_a_rank_is_killed_rank_0_says_so(tmp_path):

@@ -19,7 +19,16 @@ from unittest.mock import Mock, patch
 import pytest
 
 from cli.chat import Chat, dim
-from helpers import GOLDEN, ROOT, TINY, of_each_family, rewrite, with_letters, with_template
+from helpers import (
+    GOLDEN,
+    ROOT,
+    TINY,
+    of_each_family,
+    program,
+    rewrite,
+    with_letters,
+    with_template,
+)
 from generate import Sampling
 from hub.checkpoint import Checkpoint
 from hub.tokenizer import Tokenizer
@@ -336,23 +345,6 @@ def test_nothing_is_dim_where_the_user_wants_no_colours(monkeypatch):
     assert dim("3 tokens") == "3 tokens"
 
 
-# In the end it says what each turn was.
-WATCHED = """
-import json
-import generate
-from cli.chat import Chat
-from cli.errors import run
-
-def watch(chat, before, text):
-    turns.append(text)
-    turn(chat, before, text)
-
-turns, turn, Chat.turn = [], Chat.turn, watch
-run(generate.main)
-print("turns:", json.dumps(turns))
-"""
-
-
 class Terminal:
     """generate.py on a pseudo terminal."""
 
@@ -365,7 +357,7 @@ class Terminal:
         self.process, self.master = pty.fork()
         if self.process == 0:
             os.chdir(ROOT)
-            command = [sys.executable, "-c", WATCHED, *options.split()]
+            command = [sys.executable, "-c", program("watched_chat.py"), *options.split()]
             os.execve(sys.executable, command, environment)
         self.screen, self.seen = "", 0
 

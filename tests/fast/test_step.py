@@ -19,6 +19,7 @@ import torch
 from fast import nvrtc, use_kernels
 from fast.delta import TOKENS
 from fast.decoder import FusedDecoder, install_kernels
+from fast.layout import KINDS
 from fast.step import LEAST_STAGES, NO_INT8_CACHE, Step, why_launches
 from gemv_on_cpu import step_on_cpu
 from helpers import (
@@ -689,6 +690,15 @@ def test_a_mixer_whose_types_were_changed_keeps_its_launches(tmp_path):
 def test_which_fp8_weights_keep_their_launches(tmp_path, case, more, reason):
     model, *_ = loaded(tmp_path, case, "cpu", **more)
     assert why_launches(use_kernels(model).decoder) == reason
+
+
+def test_codes_that_step_cu_does_not_know_keep_their_launches(tmp_path, monkeypatch):
+    """As a fork adds them: step.cu would take them for int4."""
+    monkeypatch.setitem(KINDS, "nf4", KINDS["int4"])
+    model, *_ = loaded(tmp_path, "splits", "cpu")
+    decoder = use_kernels(model).decoder
+    decoder.layers[1].attention.attn.attn.wo.kind = "nf4"
+    assert why_launches(decoder) == "nf4 weights"
 
 
 def test_mxfp4_weights_keep_their_launches(tmp_path):

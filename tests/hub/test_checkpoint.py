@@ -31,6 +31,7 @@ from helpers import (
     drawn,
     one_line,
     open_tokenizer,
+    program,
     put,
     python,
     read_json,
@@ -474,7 +475,7 @@ def download(home: Path, hub: ThreadingHTTPServer, *names: str) -> dict[str, tup
         HF_HUB_DISABLE_XET="1",
         PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'scripts'}",
     )
-    done = python("-c", ONE_BY_ONE, *names, cwd=home, **environment)
+    done = python("-c", program("downloads.py"), *names, cwd=home, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -493,25 +494,6 @@ def test_the_hub_gives_the_files_that_are_read_and_the_cache_gives_them_again(tm
     hub.server_close()
     [offline] = download(tmp_path, hub, "owner/name").values()
     assert offline[:2] == [0, out], offline
-
-
-ONE_BY_ONE = """
-import io, json, sys
-from contextlib import redirect_stderr, redirect_stdout
-import download
-from cli.errors import report_errors
-
-results = {}
-for name in sys.argv[1:]:
-    sys.argv, code = ["download.py", name], 0
-    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-        try:
-            report_errors(download.main)
-        except SystemExit as stop:
-            code = stop.code
-    results[name] = code, out.getvalue(), err.getvalue()
-print(json.dumps(results))
-"""
 
 
 def test_what_does_not_download_is_one_line_and_exit_code_2(tmp_path, hub):
