@@ -184,23 +184,20 @@ struct Producer {
 
   template <class O>
   __device__ __forceinline__ void feed(const Layer& layer, int which) {
-    typedef Product<O> P;
     typedef Sizes<O> S;
     p.reload_ids();
     const int my_tiles = share_of(S::ALL), field = which * PER_PRODUCT;
     const unsigned char* codes = layer.at<const unsigned char>(field + CODES);
     const unsigned char* scales = layer.at<const unsigned char>(field + SCALES);
 #pragma unroll 1
-    for (int first = 0; first < S::TILE_SLOTS; first += P::ABREAST)
+    for (int t = 0; t < my_tiles; t++)
 #pragma unroll 1
-      for (int t = 0; t < my_tiles; t++)
-#pragma unroll 1
-        for (int n = first; n < min(first + P::ABREAST, S::TILE_SLOTS); n++) {
-          const int mine = blockIdx.x + t * PROGRAMS;
-          if constexpr (S::PLAIN) feed_plain_slot<O>(codes, mine, n);
-          else if constexpr (S::SUMMED) feed_summed_slot<O>(codes, scales, mine, n);
-          else feed_slot<O>(codes, scales, mine, n);
-        }
+      for (int n = 0; n < S::TILE_SLOTS; n++) {
+        const int mine = blockIdx.x + t * PROGRAMS;
+        if constexpr (S::PLAIN) feed_plain_slot<O>(codes, mine, n);
+        else if constexpr (S::SUMMED) feed_summed_slot<O>(codes, scales, mine, n);
+        else feed_slot<O>(codes, scales, mine, n);
+      }
   }
 
 };

@@ -65,9 +65,9 @@ slots than warps hold while they wait for one more.
 
 A product's rows come in tiles of 16 (in 16 bits Qkv's and In's, which are few, of 8), and a program
 has every PROGRAMS-th tile. Slots of the ring hold eight units of a tile (packed_gemv.py draws one),
-and a squad of eight warps takes a slot, each a unit. Where a row is longer than a slot, each squad
-takes one of its slots through all tiles, and then another, so that a warp's part of x stays in its
-registers. Where it is not, the squads have tiles of their own.
+and a squad of eight warps takes a slot, each a unit. All slots of a tile come before the next
+tile's, as memory reads rows faster from begin to end. Where a row has one slot, the squads have
+tiles of their own; where it has no more slots than squads, a warp's part of x stays in its registers.
 
 Attention: a program has a kv head and 64 columns of its values. Of a text of more than 256
 positions it has some of them, a split, and, where E is not 64, 128 columns: it reads all of each
@@ -97,9 +97,9 @@ in the ranks' order. From there on all is as if a rank had all inputs (sum_of_ra
 step_base.cu).
 
 BENCHMARKS.md has a layer's times, with launches and in one launch. A mixture's products are small,
-and gain most. Of a dense model small layers gain, and large ones, whose bytes take far longer than
-the gaps between launches, lose: why_slower() lets through what was measured, and gained at least in
-short texts. Mixtral's experts are too wide: their inputs leave no room for a ring (stages()).
+and gain most. Dense layers gain less the larger they are, as their bytes take far longer than the
+gaps between launches: why_slower() lets through what was measured, and gained at least in short
+texts. Mixtral's experts are too wide: their inputs leave no room for a ring (stages()).
 
 Where the time of a layer of Qwen3-30B-A3B in int4 went in an earlier version of 21.4 us, by time
 stamps of a warp of several programs, in us: Qkv 2.2; attention, in eight programs, 3.7, of which 1.1
@@ -115,6 +115,9 @@ sums 1.0, and to wait for all of them and rank 2.4; Up and Down 4.5 each. What w
 - Fewer copies in flight make words arrive sooner: 7B in int4 took 37.4 us with four slots on their way
   to each program, 33.8 with two, 32.9 with one while it waits for words and three while it
   multiplies. Qwen3-30B-A3B in bf16, which has more bytes, took 37.8 so, and 36.6 with two and three.
+- The order of a product's slots: when a squad took one slot of all tiles and then the next, so that
+  its part of x stayed in registers, 7B took 103.7 us in bf16 in place of 100.2, and 55.3 in place of
+  54.1 in int8 (one call; int4 32.5 and 32.3). More copies in flight changed 1% at most.
 - Act-order has launches (Operation.unsupported()): a lane would ask for each input's word by itself,
   all over the row. 7B in int4 took 92.6 us so, and 32.4 in order.
 - Several rows have launches. Each program reads all inputs: with words of three rows more 7B in int4
@@ -168,10 +171,9 @@ TRIES = 1 << 21
 # was slower or nobody measured it. Positions of a cache of 16 bits and of one in int8, of dense
 # models and of mixtures:
 LONGEST, LONGEST_OF_EXPERTS = (33_000, 8_000), (132_000, 33_000)
-# Bytes of a dense layer's weights: on one GPU, and on each of several ranks. There one launch saves
-# more, as the two all-reduces of a layer are launches, too. Timed in 16 bits and int4; of int8 and FP8
-# only mixtures and larger layers were.
-LARGEST_DENSE, LARGEST_SHARED, MOST_RANKS = 128 << 20, 200 << 20, 2
+# Bytes of a dense layer's weights, of ranks each one's, by their bits: up to 13B in int4, up to 4B in
+# int8 (7B was 1% slower, 8B 3%), up to 8B in 16 bits.
+LARGEST_DENSE, MOST_RANKS = {4: 168 << 20, 8: 128 << 20, 16: 420 << 20}, 2
 LEAST_STAGES = 4 + IN_FLIGHT[1]  # of the ring, for two squads of eight warps
 NO_INT8_CACHE = (
     "an int8 cache with heads of 64, in fp16, or with a length that is no multiple of four"
@@ -360,9 +362,9 @@ def why_slower(decoder: nn.Module) -> str | None:
     shared = any(operation.row_parallel for operation in operations(first))
     if shared and dist.get_world_size() > MOST_RANKS:
         return f"more than {MOST_RANKS} ranks"
-    largest = LARGEST_SHARED if shared else LARGEST_DENSE
-    if not experts and sum(map(bytes_of, weights)) > largest:
-        return f"a dense layer of more than {largest >> 20} MiB"
+    bits = max(w.bits for w in weights)
+    if not experts and sum(map(bytes_of, weights)) > LARGEST_DENSE[bits]:
+        return f"a dense layer of more than {LARGEST_DENSE[bits] >> 20} MiB in {bits} bits"
     halves = [layer.attention for layer in decoder.layers if layer.attention.fused]
     int8 = halves[0].attn.cache.k_scale is not None
     longest = (LONGEST_OF_EXPERTS if experts else LONGEST)[int8]

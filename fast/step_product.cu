@@ -387,46 +387,58 @@ struct Product : Sizes<O> {
   static constexpr int ABREAST = S::TILE_SLOTS < SQUADS ? S::TILE_SLOTS : SQUADS;
   static constexpr int TEAMS = SQUADS / ABREAST;
   static constexpr int ENTRIES = ABREAST * SQUAD_WARPS;  // sums of a tile and a row in partial
+  // A warp has one unit of a tile, the same of all, whose part of x stays in its registers.
+  static constexpr bool ONE_UNIT = S::TILE_SLOTS == ABREAST;
   // Tiles whose instructions need not wait for each other, where a team has many.
-  static constexpr int AT_ONCE = TilesHere<O>::value >= 4 * TEAMS ? 2 : 1;
+  static constexpr int AT_ONCE = ONE_UNIT && TilesHere<O>::value >= 4 * TEAMS ? 2 : 1;
 
-  // Multiplies this warp's unit of the program's tiles begin, begin + by, and so on below `my_tiles`.
-  // nth_slot: which slot of a tile it is in; at: the slot of tile `begin`; the next tile's is
-  // by_slots later. The sums are entry `entry` of partial, where is_first says that nothing is
-  // there yet.
-  static __device__ __forceinline__ void multiply_tiles(const Program& p, int nth_slot, int begin,
-                                                        int by, int my_tiles, int at, int by_slots,
-                                                        int entry, bool is_first) {
+  // Multiplies this warp's units of its team's tiles. Their sums are a tile's entry in partial.
+  static __device__ __forceinline__ void multiply_tiles(const Program& p, int my_tiles) {
     Shared& s = *p.s;
-    const int wl = p.warp % SQUAD_WARPS, unit = nth_slot * SQUAD_WARPS + wl, column = p.lane & 3;
-    const bool there = unit < S::UNITS;
+    const int squad = p.warp / SQUAD_WARPS, wl = p.warp % SQUAD_WARPS, column = p.lane & 3;
+    const int team = squad / ABREAST, first = squad % ABREAST;
+    if (team >= TEAMS) return;
     typedef typename Either<S::PLAIN, PlainUnit, Unit>::Type MyUnit;
-    const MyUnit u(s, there ? nth_slot : 0, there ? wl : 0, p.lane);
+    const auto is_there = [&](int n) { return n * SQUAD_WARPS + wl < S::UNITS; };
+    const auto unit_of = [&](int n) {
+      return MyUnit(s, is_there(n) ? n : 0, is_there(n) ? wl : 0, p.lane);
+    };
+    MyUnit u = unit_of(first);
 #pragma unroll 1
-    for (int t = begin; t < my_tiles; t += AT_ONCE * by, at += AT_ONCE * by_slots) {
+    for (int t = team; t < my_tiles; t += AT_ONCE * TEAMS) {
       float y[AT_ONCE][2] = {};
-      int slots[AT_ONCE];
+      int n = first;
+#pragma unroll 1
+      do {
+        if (!ONE_UNIT) u = unit_of(n);
+        int slots[AT_ONCE];
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        slots[i] = t + i * by < my_tiles ? at + i * by_slots : at;  // after the last, the first again
-        wait(&s.full[slots[i] % STAGES], slots[i] / STAGES & 1);
-      }
-      if (there)
+        for (int i = 0; i < AT_ONCE; i++) {
+          const int tile = t + i * TEAMS < my_tiles ? t + i * TEAMS : t;  // after the last, it again
+          slots[i] = p.next_slot + tile * S::TILE_SLOTS + n;
+          wait(&s.full[slots[i] % STAGES], slots[i] / STAGES & 1);
+        }
+        if (is_there(n))
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) u.multiply(p.slot(slots[i]), y[i][0], y[i][1]);
-      __syncwarp();
+          for (int i = 0; i < AT_ONCE; i++) {
+            float y0 = 0, y1 = 0;
+            u.multiply(p.slot(slots[i]), y0, y1);
+            y[i][0] += y0;
+            y[i][1] += y1;
+          }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+          if (p.lane == 0 && t + i * TEAMS < my_tiles) arrive(&s.empty[slots[i] % STAGES]);
+      } while (!ONE_UNIT && (n += ABREAST) < S::TILE_SLOTS);
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
         // The four lanes of a row: the odd ones take row + 8.
         float mine = column & 1 ? y[i][1] : y[i][0], other = column & 1 ? y[i][0] : y[i][1];
         mine += __shfl_xor_sync(~0u, other, 1);
         mine += __shfl_xor_sync(~0u, mine, 2);
-        if (t + i * by >= my_tiles) break;
-        if (p.lane == 0) arrive(&s.empty[slots[i] % STAGES]);
-        if (column < 2) {
-          float& sum = s.partial[t + i * by][entry][row_of(p.lane) + 8 * column];
-          sum = is_first ? mine : sum + mine;
-        }
+        if (column < 2 && t + i * TEAMS < my_tiles)
+          s.partial[t + i * TEAMS][first * SQUAD_WARPS + wl][row_of(p.lane) + 8 * column] = mine;
       }
     }
   }
@@ -519,22 +531,7 @@ struct Product : Sizes<O> {
         }
       }
     }
-    const int squad = p.warp / SQUAD_WARPS;
-    if constexpr (TEAMS > 1) {
-      const int nth_slot = squad % ABREAST, team = squad / ABREAST;
-      if (team < TEAMS)
-        multiply_tiles(p, nth_slot, team, TEAMS, my_tiles, p.next_slot + team * ABREAST + nth_slot,
-                       TEAMS * ABREAST, nth_slot * SQUAD_WARPS + p.warp % SQUAD_WARPS, true);
-    } else {
-      int at = p.next_slot;
-#pragma unroll 1
-      for (int first = 0; first < S::TILE_SLOTS; first += ABREAST) {
-        const int width = min(ABREAST, S::TILE_SLOTS - first);
-        if (squad < width)
-          multiply_tiles(p, first + squad, 0, 1, my_tiles, at + squad, width, p.warp, first == 0);
-        at += my_tiles * width;
-      }
-    }
+    multiply_tiles(p, my_tiles);
     p.next_slot += my_tiles * S::TILE_SLOTS;
     meet();
     if (p.warp == 0) p.s->streaming = 0;

@@ -78,7 +78,7 @@ RECURRENT = dict(
 BEHIND = dict(query_pre_attn_scalar=64, sliding_window=24)
 WIDE = dict(hidden_size=1152)  # a warp has several units
 SEVERAL = dict(hidden_size=576, intermediate_size=1344)
-LARGE = dict(intermediate_size=88_000, num_hidden_layers=1)
+LARGE = dict(intermediate_size=180_000, num_hidden_layers=1)
 LONG_CACHE, LONG_INT8 = dict(max_seq_len=33_001), dict(max_seq_len=33_000)
 LONG = dict(head_dim=256, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
 ONE_HEAD = LONG | dict(head_dim=128)
@@ -599,7 +599,8 @@ def test_tags_begin_anew_before_they_are_too_large(tmp_path):
         ("gpt_oss", EXPERTS | dict(intermediate_size=96), None, {}, "16-bit weights of 96 inputs"),
         ("qwen3", {}, "int4", {}, None),
         ("qwen3", {}, None, {}, None),
-        ("qwen3", LARGE, None, {}, "a dense layer of more than 128 MiB"),
+        ("qwen3", LARGE, "int8", {}, "a dense layer of more than 128 MiB in 8 bits"),
+        ("qwen3", LARGE, None, {}, None),
         ("qwen3_moe", EXPERTS, "int8", {}, None),
         ("qwen3", {}, "int8", {}, None),
         ("qwen3", dict(head_dim=128), "int4", dict(cache="int8"), None),
