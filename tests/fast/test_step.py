@@ -78,7 +78,7 @@ RECURRENT = dict(
 BEHIND = dict(query_pre_attn_scalar=64, sliding_window=24)
 WIDE = dict(hidden_size=1152)  # a warp has several units
 SEVERAL = dict(hidden_size=576, intermediate_size=1344)
-LARGE = dict(intermediate_size=180_000, num_hidden_layers=1)
+LARGE = dict(intermediate_size=180_224, num_hidden_layers=1)
 LONG_CACHE, LONG_INT8 = dict(max_seq_len=33_001), dict(max_seq_len=33_000)
 LONG = dict(head_dim=256, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
 ONE_HEAD = LONG | dict(head_dim=128)
