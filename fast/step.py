@@ -101,8 +101,9 @@ and gain most. Dense layers gain less the larger they are, as their bytes take f
 gaps between launches: why_slower() lets through what was measured, and gained at least in short
 texts. Mixtral's experts are too wide: their inputs leave no room for a ring (stages()).
 
-Where the time of a layer of Qwen3-30B-A3B in int4 went in an earlier version of 21.4 us, by time
-stamps of a warp of several programs, in us: Qkv 2.2; attention, in eight programs, 3.7, of which 1.1
+BENCHMARKS.md says, too, what a layer saves if a part is left out. Where the time of a layer of
+Qwen3-30B-A3B in int4 went in an earlier version of 21.4 us, by time stamps of a warp of several
+programs, in us: Qkv 2.2; attention, in eight programs, 3.7, of which 1.1
 for its input, 1.5 for 16 positions of the cache a warp and 0.8 to join the warps; Wo 2.6; the router's
 sums 1.0, and to wait for all of them and rank 2.4; Up and Down 4.5 each. What was learned on the way:
 
@@ -118,6 +119,9 @@ sums 1.0, and to wait for all of them and rank 2.4; Up and Down 4.5 each. What w
 - The order of a product's slots: when a squad took one slot of all tiles and then the next, so that
   its part of x stayed in registers, 7B took 103.7 us in bf16 in place of 100.2, and 55.3 in place of
   54.1 in int8 (one call; int4 32.5 and 32.3). More copies in flight changed 1% at most.
+- The output head has a launch. As one more product here, whose sums were finished eight tiles at a
+  time, it made a step of Qwen3-30B-A3B in int4 take 1,043 us in place of 1,036: a large matrix is read
+  faster with more copies in flight than suit the layers.
 - Act-order has launches (Operation.unsupported()): a lane would ask for each input's word by itself,
   all over the row. 7B in int4 took 92.6 us so, and 32.4 in order.
 - Several rows have launches. Each program reads all inputs: with words of three rows more 7B in int4
