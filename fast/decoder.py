@@ -10,7 +10,7 @@ launches too:
     w_gate_up    norm, product, SiLU gate          fused_linear
     w_down       product, residual                 fused_linear
 
-Of mixtures of experts, and of most dense models, all layers of a step of one row are one launch,
+Of mixtures of experts, and of many dense models, all layers of a step of one row are one launch,
 recurrent ones too, and what two ranks exchange is in it: see step.py.
 
 With several ranks fused_all_reduce adds the residual, behind wo and w_down. With several rows the

@@ -66,7 +66,7 @@ slots than warps hold while they wait for one more.
 A product's rows come in tiles of 16 (in 16 bits Qkv's and In's, which are few, of 8), and a program
 has every PROGRAMS-th tile. Slots of the ring hold eight units of a tile (packed_gemv.py draws one),
 and a squad of eight warps takes a slot, each a unit. All slots of a tile come before the next
-tile's, as memory reads rows faster from begin to end. Where a row has one slot, the squads have
+tile's: 16-bit rows are read faster so. Where a row has one slot, the squads have
 tiles of their own; where it has no more slots than squads, a warp's part of x stays in its registers.
 
 Attention: a program has a kv head and 64 columns of its values. Of a text of more than 256
@@ -86,7 +86,8 @@ map, which has rows of 128 bytes; where these lie in a slot, all banks of shared
 once (part_of() in step_base.cu).
 
 A barrier's parity tells one use of a place in the ring from the next, not from the one after that.
-A squad takes every slot or every second, and the ring is long enough for that (STAGES in step_base.cu).
+A squad's next slot of a product is at most three after its last, and the ring is long enough for that
+(STAGES in step_base.cu).
 A warp of attention takes up to every eighth slot, and asks first which slot a place has
 (Shared::held).
 
@@ -175,10 +176,11 @@ TRIES = 1 << 21
 # was slower or nobody measured it. Positions of a cache of 16 bits and of one in int8, of dense
 # models and of mixtures:
 LONGEST, LONGEST_OF_EXPERTS = (33_000, 8_000), (132_000, 33_000)
-# Bytes of a dense layer's weights, of ranks each one's, by their bits: up to 13B in int4, up to 4B in
-# int8 (7B was 1% slower, 8B 3%), up to 8B in 16 bits. Of FP8 1B gained 13%; 4B was 4% slower before
-# products had their slots in this order, of which int8 gained 6%, and was not timed since.
-LARGEST_DENSE, MOST_RANKS = {4: 168 << 20, 8: 128 << 20, 16: 420 << 20}, 2
+# Bytes of a dense layer's weights, of ranks each one's, by their kind: up to 13B in int4, 4B in int8
+# (7B was 1% slower, 8B 3%), 1B in FP8 (4B was 4% slower, in an earlier order of slots), 8B in 16 bits
+# (on two ranks timed up to 7B, where one launch saves the all-reduces' launches, too).
+LARGEST_DENSE = {"int4": 168 << 20, "int8": 128 << 20, "fp8": 64 << 20, "16-bit": 420 << 20}
+MOST_RANKS = 2
 LEAST_STAGES = 4 + IN_FLIGHT[1]  # of the ring, for two squads of eight warps
 NO_INT8_CACHE = (
     "an int8 cache with heads of 64, in fp16, or with a length that is no multiple of four"
@@ -367,9 +369,9 @@ def why_slower(decoder: nn.Module) -> str | None:
     shared = any(operation.row_parallel for operation in operations(first))
     if shared and dist.get_world_size() > MOST_RANKS:
         return f"more than {MOST_RANKS} ranks"
-    bits = max(w.bits for w in weights)
-    if not experts and sum(map(bytes_of, weights)) > LARGEST_DENSE[bits]:
-        return f"a dense layer of more than {LARGEST_DENSE[bits] >> 20} MiB in {bits} bits"
+    kind = min((w.kind for w in weights), key=LARGEST_DENSE.get)
+    if not experts and sum(map(bytes_of, weights)) > LARGEST_DENSE[kind]:
+        return f"a dense layer of more than {LARGEST_DENSE[kind] >> 20} MiB with {kind} weights"
     halves = [layer.attention for layer in decoder.layers if layer.attention.fused]
     int8 = halves[0].attn.cache.k_scale is not None
     longest = (LONGEST_OF_EXPERTS if experts else LONGEST)[int8]

@@ -412,9 +412,9 @@ constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
 // A barrier's parity tells the n-th use of a place of the ring from the next use, but not from the
 // one after that. So slot n - STAGES, which had the same place, must have landed when a squad begins
 // to wait for slot n. Where the squad had no slot of this product yet, all slots of the products
-// before have landed, as all warps have met since. Else it had one from n - 2 * SQUADS on (it takes
-// up to two at once, see Product::AT_ONCE), and when that was asked for, all but IN_FLIGHT - 1 of the
-// slots before it had landed.
+// before have landed, as all warps have met since. Else it had one from n - 2 * SQUADS on (its slots
+// are SQUADS apart or fewer, and up to 2 * SQUADS - 1 where a tile ends), and when that was asked for,
+// all but IN_FLIGHT - 1 of the slots before it had landed.
 static_assert(STAGES >= 2 * SQUADS + IN_FLIGHT, "the ring does not fit in shared memory");
 static_assert(HEAD_DIM % 64 == 0 && QUERIES <= 8 && LARGEST_SPLITS % WARPS == 0);
 

@@ -284,7 +284,7 @@ struct Product : Sizes<O> {
     return Sum::value(c[2 * i] + d[2 * i], c[2 * i + 1] + d[2 * i + 1]);
   }
 
-  // What a lane needs of x and of the slot's order for the same unit of several tiles.
+  // What a lane needs of x and of the slot's order for a unit; if ONE_UNIT, of all tiles.
   struct Unit {
     Operands o;
     RowPart row_part;
@@ -383,7 +383,8 @@ struct Product : Sizes<O> {
   template <bool, class A, class B> struct Either { typedef A Type; };
   template <class A, class B> struct Either<false, A, B> { typedef B Type; };
 
-  // ABREAST squads take a tile's slots at once, and are a team; teams have tiles of their own.
+  // ABREAST squads, a team, take as many slots of a tile at once, and then the next ones. Teams have
+  // tiles of their own.
   static constexpr int ABREAST = S::TILE_SLOTS < SQUADS ? S::TILE_SLOTS : SQUADS;
   static constexpr int TEAMS = SQUADS / ABREAST;
   static constexpr int ENTRIES = ABREAST * SQUAD_WARPS;  // sums of a tile and a row in partial
@@ -392,7 +393,7 @@ struct Product : Sizes<O> {
   // Tiles whose instructions need not wait for each other, where a team has many.
   static constexpr int AT_ONCE = ONE_UNIT && TilesHere<O>::value >= 4 * TEAMS ? 2 : 1;
 
-  // Multiplies this warp's units of its team's tiles. Their sums are a tile's entry in partial.
+  // Multiplies this warp's units of its team's tiles. Of each tile their sum is one entry of partial.
   static __device__ __forceinline__ void multiply_tiles(const Program& p, int my_tiles) {
     Shared& s = *p.s;
     const int squad = p.warp / SQUAD_WARPS, wl = p.warp % SQUAD_WARPS, column = p.lane & 3;
@@ -403,7 +404,7 @@ struct Product : Sizes<O> {
     const auto unit_of = [&](int n) {
       return MyUnit(s, is_there(n) ? n : 0, is_there(n) ? wl : 0, p.lane);
     };
-    MyUnit u = unit_of(first);
+    MyUnit u = unit_of(first);  // used if ONE_UNIT
 #pragma unroll 1
     for (int t = team; t < my_tiles; t += AT_ONCE * TEAMS) {
       float y[AT_ONCE][2] = {};

@@ -361,7 +361,7 @@ def step_of_model(model: Transformer, programs: int, directory, case: str = "") 
         fill_rings(decoder, CASES[case][4] if case else 0)
         step = on_gpu(decoder)
         return lambda x, at: step(x.cuda(), torch.tensor([[at]], device="cuda")).cpu()
-    warps = 16 if case in (WIDER, "recurrent") else 8
+    warps = 16 if case in (WIDER, "recurrent", "several units in 16 bits") else 8
     decoder = use_kernels(model).decoder
     fill_rings(decoder, CASES[case][4] if case else 0)
     step = Step(decoder, programs, 232_448, warps)
@@ -599,7 +599,7 @@ def test_tags_begin_anew_before_they_are_too_large(tmp_path):
         ("gpt_oss", EXPERTS | dict(intermediate_size=96), None, {}, "16-bit weights of 96 inputs"),
         ("qwen3", {}, "int4", {}, None),
         ("qwen3", {}, None, {}, None),
-        ("qwen3", LARGE, "int8", {}, "a dense layer of more than 128 MiB in 8 bits"),
+        ("qwen3", LARGE, "int8", {}, "a dense layer of more than 128 MiB with int8 weights"),
         ("qwen3", LARGE, None, {}, None),
         ("qwen3_moe", EXPERTS, "int8", {}, None),
         ("qwen3", {}, "int8", {}, None),
