@@ -71,7 +71,8 @@ struct Producer {
     }
   }
 
-  // 16-bit weights: a slot has, of 64 inputs after the other, 128 bytes of each of a tile's rows.
+  // 16-bit weights: a slot has the first 64 inputs of each of a tile's rows, 128 bytes, then the next
+  // 64 of each, and so on.
   template <class O>
   __device__ __forceinline__ void feed_plain_slot(const void* map, int mine, int nth_slot) {
     typedef Product<O> P;

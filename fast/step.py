@@ -65,9 +65,9 @@ slots than warps hold while they wait for one more.
 
 A product's rows come in tiles of 16 (in 16 bits Qkv's and In's, which are few, of 8), and a program
 has every PROGRAMS-th tile. Slots of the ring hold eight units of a tile (packed_gemv.py draws one),
-and a squad of eight warps takes a slot, each a unit. All slots of a tile come before the next
-tile's: 16-bit rows are read faster so. Where a row has one slot, the squads have
-tiles of their own; where it has no more slots than squads, a warp's part of x stays in its registers.
+and a squad of eight warps takes a slot, each a unit. All slots of a tile come before the next tile's:
+16-bit rows are read faster so. Where a row has one slot, the squads have tiles of their own. Where
+it has no more slots than squads, a warp's part of x stays in its registers.
 
 Attention: a program has a kv head and 64 columns of its values. Of a text of more than 256
 positions it has some of them, a split, and, where E is not 64, 128 columns: it reads all of each
@@ -86,10 +86,9 @@ map, which has rows of 128 bytes; where these lie in a slot, all banks of shared
 once (part_of() in step_base.cu).
 
 A barrier's parity tells one use of a place in the ring from the next, not from the one after that.
-A squad's next slot of a product is at most three after its last, and the ring is long enough for that
-(STAGES in step_base.cu).
-A warp of attention takes up to every eighth slot, and asks first which slot a place has
-(Shared::held).
+A squad's next slot of a product is at most three after its last, and the ring is long enough for
+that (STAGES in step_base.cu). A warp of attention takes up to every eighth slot, and asks first which
+slot a place has (Shared::held).
 
 Where ranks of one host share a model, each runs this step with its share of the weights. Of Wo and
 Down it has some of the inputs. So a program sends what its tiles give to the programs of the other
@@ -99,8 +98,8 @@ step_base.cu).
 
 BENCHMARKS.md has a layer's times, with launches and in one launch. A mixture's products are small,
 and gain most. Dense layers gain less the larger they are, as their bytes take far longer than the
-gaps between launches: why_slower() lets through what was measured, and gained at least in short
-texts. Mixtral's experts are too wide: their inputs leave no room for a ring (stages()).
+gaps between launches: why_slower() lets through sizes and formats of which some model was measured,
+and gained at least in short texts. Mixtral's experts are too wide: their inputs leave no room for a ring (stages()).
 
 BENCHMARKS.md says, too, what a layer saves if a part is left out. Where the time of a layer of
 Qwen3-30B-A3B in int4 went in an earlier version of 21.4 us, by time stamps of a warp of several
