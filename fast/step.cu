@@ -237,8 +237,9 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
   if (threadIdx.x < 2 * FIELDS)
     s.fields[threadIdx.x / FIELDS][0][threadIdx.x % FIELDS] = layers[threadIdx.x % FIELDS];
   for (int t = p.warp; t < share_of(Sizes<Wo>::ALL); t += WARPS + 1) {
-    const int n = (blockIdx.x + t * PROGRAMS) * 16 + lane;
-    if (lane < 16) s.residual[t][lane] = n < D ? number(x[n]) : 0;
+    constexpr int ROWS = Sizes<Wo>::TILE_ROWS;
+    const int n = (blockIdx.x + t * PROGRAMS) * ROWS + lane;
+    if (lane < 16) s.residual[t][lane] = lane < ROWS && n < D ? number(x[n]) : 0;
   }
 #if CHOSEN
   for (int e = threadIdx.x; e < SUMS; e += (WARPS + 1) * 32) s.previous[e] = 0;
@@ -258,7 +259,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
   //  1. In step_base.cu a place in the enum of products and in OPERATIONS, here a line in each of
   //     the loops, and one in map_at(). RESIDUAL says that its tiles are Wo's, whose rows of the
   //     stream s.residual has; NORM without GATED, that it is a layer's first (ENTERS and MEASURES
-  //     in step_product.cu); step.py's Operation.eight_rows names those whose tiles have 8 rows.
+  //     in step_product.cu). EIGHT_ROWS is decided in step.py's operations().
   //  2. In step.py: a line in operations(), its place in fields(), and FIELDS, which the enum
   //     counts. A lane copies one field: with more than 32, both copy_word() take a loop.
   //  3. A row of words: among Step's, which stand in the order of this function's parameters, and

@@ -63,7 +63,7 @@ Nothing hangs, unless another rank stops: the launch is cooperative, so that all
 wait is for something earlier in an order that is the same in all of them; and the ring has more
 slots than warps hold while they wait for one more.
 
-A product's rows come in tiles of 16 (in 16 bits Qkv's and In's, which are few, of 8), and a program
+A product's rows come in tiles of 16 (in 16 bits mostly of 8, see Sizes in step_base.cu), and a program
 has every PROGRAMS-th tile. Slots of the ring hold eight units of a tile (packed_gemv.py draws one),
 and a squad of eight warps takes a slot, each a unit. All slots of a tile come before the next tile's:
 16-bit rows are read faster so. Where a row has one slot, the squads have tiles of their own. Where
@@ -191,7 +191,8 @@ PER_PRODUCT = 4
 
 class Operation(NamedTuple):
     """A product of a layer: the weight [N, K], K inputs, and what stands around it. post_norm: the
-    weight of a norm of what comes out, before it is added to the residual stream."""
+    weight of a norm of what comes out, before it is added to the residual stream. eight_rows: whether
+    a tile has 8 rows, and a unit twice as many inputs (see Sizes in step_base.cu)."""
 
     name: str
     w: Packed | Plain
@@ -201,6 +202,7 @@ class Operation(NamedTuple):
     residual: bool = False
     experts: int = 0  # how many a row takes
     row_parallel: bool = False  # each rank has some of the inputs
+    eight_rows: bool = False
 
     def constants(self) -> tuple:
         """What step.cu is compiled for."""
@@ -229,11 +231,6 @@ class Operation(NamedTuple):
                 ROW_PARALLEL=self.row_parallel,
             ).items()
         )
-
-    @property
-    def eight_rows(self) -> bool:
-        """Whether a tile has 8 rows, and a unit twice as many inputs: see Sizes in step_base.cu."""
-        return self.w.bits == 16 and self.name in ("Qkv", "In")
 
     @property
     def unit_inputs(self) -> int:
@@ -339,12 +336,16 @@ def operations(layer: nn.Module) -> list[Operation] | str:
     if None in found:
         return "products of another kind"
     (qkv, of_qkv), (wo, of_wo), (up, of_up), (down, of_down) = found
+    # Of Wo's and Down's tiles, which have the same rows, a program keeps the residual stream.
+    eight_rows = router is None and wo.bits == down.bits == 16
+    to_stream = dict(residual=True, row_parallel=row_parallel, eight_rows=eight_rows)
+    name = "In" if attention.recurrent else "Qkv"
     return [
-        Operation("In" if attention.recurrent else "Qkv", qkv, norms[0], bias=of_qkv),
-        Operation("Wo", wo, None, post_norms[0], of_wo, True, row_parallel=row_parallel),
+        Operation(name, qkv, norms[0], bias=of_qkv, eight_rows=qkv.bits == 16),
+        Operation("Wo", wo, post_norm=post_norms[0], bias=of_wo, **to_stream),
         *([router] if router else []),
         Operation("Up", up, norms[1], bias=of_up, experts=n),
-        Operation("Down", down, None, post_norms[1], of_down, True, n, row_parallel),
+        Operation("Down", down, post_norm=post_norms[1], bias=of_down, experts=n, **to_stream),
     ]
 
 

@@ -222,9 +222,9 @@ constexpr int divisor(int x, int y) { return y ? divisor(y, x % y) : x; }  // th
 // tiles an expert and 768 in all; Down has K 768, 3 units a row, 24 in a row of all experts, and 128
 // tiles.
 //
-// 16-bit weights of a layer's first product have EIGHT_ROWS. That of Qwen3-30B-A3B has 5,120 outputs:
-// of 320 tiles of 16 rows some of 132 programs would have three, and the others wait for them with
-// two; of 640 tiles they have four or five.
+// 16-bit weights of a layer's first product have EIGHT_ROWS, and of a dense layer's Wo and Down. The
+// first of Qwen3-30B-A3B has 5,120 outputs: of 320 tiles of 16 rows some of 132 programs would have
+// three, and the others wait for them with two; of 640 tiles they have four or five.
 template <class O>
 struct Sizes {
   static constexpr bool PLAIN = O::BITS == 16, GROUPED = O::GROUP > 0;
@@ -446,11 +446,11 @@ __device__ __forceinline__ int share_of(int all) {
 // layer after it has read Down's of this one, which the receiver sent after it had read Wo's of this
 // one. Of Down's it is the same.
 //
-// Lanes 0 to 15 have an output each; what the other lanes get is not used.
+// As many lanes as a tile has rows have an output each; what the other lanes get is not used.
 template <bool OF_DOWN>
 __device__ __forceinline__ float sum_of_ranks(const Program& p, int n, float y, u32 tag) {
   const auto place = [&](int rank) { return (OF_DOWN * RANKS + rank) * D + n; };
-  const bool there = p.lane < 16 && n < D;
+  const bool there = p.lane < Sizes<Wo>::TILE_ROWS && n < D;
   u64* const* memory = p.s->rank_words;
   const int own = p.s->rank;
 #pragma unroll
