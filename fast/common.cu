@@ -108,10 +108,11 @@ __device__ __forceinline__ void transpose(const u32 (&rows)[4], u32 (&columns)[4
 }
 
 // Four e2m1 codes, the lower half of a word, as a byte each: twice the number plus 16, which is the
-// zero point. Where a code's sign is set, the first table gives eight times the highest bit of a
-// byte, 0, and where it is not, the second.
-__device__ __forceinline__ u32 to_bytes(u32 codes) {
-  return pick(0x13121110, 0x1c181614, codes) | pick(0x0d0e0f10, 0x04080a0c, codes ^ 0x8888);
+// zero point. Where a code's sign is set, `above` is eight times the highest bit of a byte, 0, and
+// where it is not, `below`.
+__device__ __forceinline__ void to_bytes(u32 codes, u32& above, u32& below) {
+  above = pick(0x13121110, 0x1c181614, codes);
+  below = pick(0x0d0e0f10, 0x04080a0c, codes ^ 0x8888);
 }
 
 // Codes are multiplied as bytes by the digits of x, whose sums are exact (packed_gemv.py draws a
@@ -204,10 +205,12 @@ __device__ __forceinline__ void add_products(int (&c)[4], int (&d)[4], const u32
   if constexpr (FP4) {
 #pragma unroll
     for (int kind = 0; kind < 2; kind++) {
-      u32 bytes[4];
+      // Each has its own product, as the tensor cores have more time than what would join them.
+      u32 above[4], below[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) bytes[i] = to_bytes(a[i] >> 16 * kind);
-      imma(kind ? d : c, bytes, b[0][kind], b[1][kind]);
+      for (int i = 0; i < 4; i++) to_bytes(a[i] >> 16 * kind, above[i], below[i]);
+      imma(c, above, b[0][kind], b[1][kind]);
+      imma(d, below, b[0][kind], b[1][kind]);
     }
   } else {
     imma(c, a, b[0][0], b[1][0]);
@@ -251,8 +254,9 @@ struct IntegerSums {
                                              const u32 (&b)[2][2]) {
     add_products<DIGIT_WORDS, FP4>(c, d, a, b);
   }
+  // A unit's sums are below 2^23.
   static __device__ __forceinline__ float value(int first, int second) {
-    return (float)first + 256 * (float)second;
+    return (float)(first + 256 * second);
   }
 };
 struct Fp16Sums {
@@ -280,7 +284,7 @@ template <bool BYTES, bool FLOATS>
 __device__ __forceinline__ void group_of(const void* here, long long i, float& scale, float& zero) {
   if (BYTES) {
     const u32 exponent = ((const unsigned char*)here)[i];
-    scale = __uint_as_float(exponent ? exponent << 23 : 1 << 22);
+    scale = __uint_as_float(max(exponent << 23, 1u << 22));
     return;
   }
   const u32 word = ((const u32*)here)[i];
