@@ -20,6 +20,7 @@ behind):
 - config.json of a model that also sees: text_config alone describes the language model; what
   concerns the whole, families.OF_THE_WHOLE, is that of the level above, or without it of
   text_config (PreTrainedConfig.get_text_config, GenerationConfig.from_model_config).
+- model_type mistral beside layer_types: ministral's, where layers differ in the window (AutoConfig).
 - tie_word_embeddings: of a model that also sees, the level above, whose default is that of its
   class; llava's is true if either level says so (Mistral3Config, Gemma3Config, LlavaConfig).
 - the output head: tied only if the files lack it, or hold the embedding as it; a tied file may have

@@ -32,6 +32,7 @@ OLMO = dict(qk_norm="whole", pre_norm=False, post_norm=True, norm_fp32=True)
 FAMILIES = {  # model_type -> the fields of Config that it stands for
     "llama": {},
     "mistral": {},
+    "ministral": {},
     "qwen2": dict(qkv_bias=True),
     "qwen3": dict(qk_norm="head"),
     "smollm3": {},
@@ -134,6 +135,7 @@ GEMMA4_KEYS = dict(
     sliding_window=512,
     tie_word_embeddings=True,
 )
+OLMO3_THETA = 5e5  # of layers with a window, whatever the file says
 OLMO2 = LLAMA | dict(vocab_size=50304, rms_norm_eps=1e-5)
 # Latent attention, and a router of sigmoids in groups.
 LATENT = LLAMA | dict(
@@ -161,6 +163,7 @@ LATENT = LLAMA | dict(
 DEFAULTS = {  # model_type -> its keys
     "llama": LLAMA,
     "mistral": MISTRAL | dict(sliding_window=4096),
+    "ministral": MISTRAL | dict(sliding_window=4096),
     "qwen2": QWEN,
     "qwen3": QWEN | dict(head_dim=128),
     "smollm3": LLAMA
@@ -203,7 +206,7 @@ DEFAULTS = {  # model_type -> its keys
         ),
     ),
     "olmo2": OLMO2,
-    "olmo3": OLMO2 | dict(rope_theta=5e5, rope_local_base_freq=5e5, sliding_window=4096),
+    "olmo3": OLMO2 | dict(rope_theta=OLMO3_THETA, sliding_window=4096),
     "gemma3_text": dict(
         vocab_size=262208,
         hidden_size=2304,
@@ -318,6 +321,7 @@ OF_THE_WHOLE = (
     "bos_token_id",
     "compression_config",
     "eos_token_id",
+    "is_causal",
     "quantization_config",
     "vision_config",
 )
@@ -331,6 +335,7 @@ SUPPORTED = {  # key -> the values that are read here, first what a missing key,
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (False,),
+    "is_causal": (True,),
     "scoring_func": ("softmax",),
     "topk_method": ("greedy",),
     "n_group": (1,),
@@ -541,6 +546,8 @@ def text_settings(hf: dict) -> dict:
             tied = value_of(hf, "tie_word_embeddings", bool, tied)
         whole = {key: hf[key] for key in OF_THE_WHOLE if hf.get(key) is not None}
         settings = text | whole | dict(tie_word_embeddings=tied)
+    elif kind == "mistral" and "layer_types" in hf:  # Ministral-8B's; so has it AutoConfig
+        kind = "ministral"
     settings = DEFAULTS.get(kind, {}) | settings | dict(model_type=kind)
     supported = SUPPORTED | SUPPORTED_BY.get(kind, {})
     supported = {key: values for key, values in supported.items() if values is not None}
@@ -679,6 +686,8 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
         return muse_layers(hf, full)
     if kind in ("mistral", "ministral3", "phi3", "mixtral"):
         full = replace(full, window=value_of(hf, "sliding_window", int, None, most=MOST_POSITIONS))
+    if kind in ("qwen2", "qwen3", "qwen3_moe", "smollm3"):  # as use_sliding_window is false
+        values_of(hf, "layer_types", ("full_attention",), n, ["full_attention"] * n)
     if kind == "smollm3":
         nth = 1
         if hf.get("no_rope_layers") is None:
@@ -686,14 +695,19 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
         every = [int(i % nth > 0) for i in numbers]
         turned = values_of(hf, "no_rope_layers", (0, 1), n, every)
         return tuple(full if turn else LayerConfig() for turn in turned)
-    if kind in ("olmo3", "gemma3_text", "gpt_oss"):
-        nth = dict(olmo3=4, gpt_oss=2, gemma3_text=value_of(hf, "sliding_window_pattern", int, 6))
+    if kind in ("ministral", "olmo3", "gemma3_text", "gpt_oss"):
+        nth = dict(
+            ministral=1 if hf.get("sliding_window") is None else n + 1,  # none, or all, have one
+            olmo3=4,
+            gpt_oss=2,
+            gemma3_text=value_of(hf, "sliding_window_pattern", int, 6),
+        )
         every = ["sliding_attention" if i % nth[kind] else "full_attention" for i in numbers]
         kinds = values_of(hf, "layer_types", ("full_attention", "sliding_attention"), n, every)
         layers = dict(full_attention=full)
         if "sliding_attention" in kinds:
             window = value_of(hf, "sliding_window", int, most=MOST_POSITIONS)
-            rope = rope_from_hf(hf, sliding=kind != "gpt_oss")
+            rope = rope_from_hf(hf, sliding=True)
             layers |= dict(sliding_attention=replace(full, window=window, rope=rope))
         return tuple(layers[of] for of in kinds)
     recurrent = replace(full, delta=delta_from_hf(hf))
@@ -915,10 +929,8 @@ def moe_from_hf(hf: dict) -> MoEConfig | None:
             "moe_intermediate_size" if gemma4 or kind.startswith("qwen3") else "intermediate_size",
             int,
         ),
-        # transformers' Qwen3.5 does not read the key.
-        normalize=gemma4
-        or kind == "qwen3_5_moe_text"
-        or value_of(hf, "norm_topk_prob", bool, kind != "qwen3_moe"),
+        normalize=kind not in ("qwen3_moe", "qwen3_next")
+        or value_of(hf, "norm_topk_prob", bool, kind == "qwen3_next"),
         shared_dim=value_of(hf, "shared_expert_intermediate_size", int, 0, or_zero=True),
         bias=kind == "gpt_oss",
         clamp=(
@@ -956,7 +968,7 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
     if kind in GEMMA4_KINDS:
         found = value_of(found, "sliding_attention" if sliding else "full_attention", dict)
     elif by_layer and sliding:
-        theta = hf["rope_local_base_freq"]
+        theta = OLMO3_THETA if kind == "olmo3" else hf["rope_local_base_freq"]
         found = value_of(found, "sliding_attention", dict, {})
     elif by_layer:
         found = value_of(found, "full_attention", dict, {}) | scaling

@@ -8,6 +8,8 @@ Shapes: R / 2 frequencies of a head.
 
 import json
 from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -16,17 +18,20 @@ from hub.families import FAMILIES, config_from_hf, text_settings
 WINDOWED = "mistral", "phi3", "mixtral", "ministral3"  # in all layers
 GEMMA4 = "gemma4_text", "gemma4_unified_text"
 BY_LAYER = "olmo3", "gemma3_text", *GEMMA4  # rope differs by the kind of layer
+BY_TYPE = "ministral", "gpt_oss"  # windows do, and rope does not
 MUSE = "muse_glimmer_text"
 RECURRENT = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"
 LATENT = "deepseek_v3", "glm4_moe_lite"
+MIXTURES = "mixtral", "qwen3_moe", "gpt_oss"
 
 
 def by_transformers(hf: dict) -> dict:
     """Raises what transformers raises for a config.json that it does not read."""
-    from transformers import CONFIG_MAPPING, MODEL_MAPPING
+    from transformers import MODEL_MAPPING, AutoConfig
 
-    hf = json.loads(json.dumps(hf))  # it changes what it is given
-    whole = CONFIG_MAPPING[hf.pop("model_type")](**hf)
+    with TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(hf))
+        whole = AutoConfig.from_pretrained(directory)
     text = whole.get_text_config()
     kind, n = text.model_type, text.num_hidden_layers
     module = import_module(MODEL_MAPPING[type(text)].__module__)
@@ -46,7 +51,7 @@ def by_transformers(hf: dict) -> dict:
         turns = [turn if on else None for turn, on in zip(turns, text.no_rope_layers)]
     if kind == MUSE:
         turns = [turn if theta else None for turn, theta in zip(turns, text.layer_rope_theta)]
-    if kind not in (*WINDOWED, *BY_LAYER, "gpt_oss", MUSE):
+    if kind not in (*WINDOWED, *BY_LAYER, *BY_TYPE, MUSE):
         window = None
     windows = [window if kind in WINDOWED or "sliding" in of else None for of in kinds]
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -71,9 +76,11 @@ def by_transformers(hf: dict) -> dict:
             text.residual_multiplier,
             1 / text.logits_scaling,
         ]
-    if kind in ("mixtral", "qwen3_moe", "gpt_oss"):
+    if kind in MIXTURES:
         experts = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
-        found["experts"] = [getattr(text, experts), text.num_experts_per_tok]
+        # Mixtral's and gpt-oss's models do not read the key.
+        normalize = kind != "qwen3_moe" or text.norm_topk_prob
+        found["experts"] = [getattr(text, experts), text.num_experts_per_tok, normalize]
     if kind in RECURRENT:
         found["recurrent"] = flags(of == "linear_attention" for of in kinds)
         found["delta"] = [
@@ -196,6 +203,8 @@ def by_us(hf: dict) -> dict:
     if mixtures:
         of = mixtures[0]
         found["experts"] = [of.n_expert, of.n_chosen]
+        if kind in MIXTURES:
+            found["experts"].append(of.normalize)
         if kind in RECURRENT:
             found["experts"] += [of.ffn_dim, of.shared_dim, of.normalize]
         if kind in GEMMA4:
@@ -475,6 +484,12 @@ OTHER_LATENTS = {
 OTHERS_OF = dict.fromkeys(RECURRENT, OTHERS) | dict.fromkeys(GEMMA4, GEMMA4_OTHERS)
 OTHERS_OF |= dict.fromkeys(LATENT, OTHER_LATENTS)
 OTHERS_OF[MUSE] = MUSE_OTHERS
+OTHERS_OF |= dict.fromkeys(
+    ("mistral", "ministral"),
+    {"layers named": dict(layer_types=[S, F, S, F]), "layers null": dict(layer_types=None)},
+)
+OTHERS_OF |= dict.fromkeys(MIXTURES, {"not normalized": dict(norm_topk_prob=False)})
+OTHERS_OF["olmo3"] = {"local theta": dict(rope_local_base_freq=3e3)}
 ZERO = (
     "sliding_window",
     "attention_multiplier",
@@ -511,7 +526,7 @@ def cases() -> dict[str, dict]:
             found[f"{kind}: rope {name}"] = changed(base, changes)
         for name, changes in OTHERS_OF.get(kind, {}).items():
             found[f"{kind}: {name}"] = changed(base, changes)
-        for key in (*KEYS, *(MORE[kind] if kind in OTHERS_OF else ())):
+        for key in (*KEYS, *(MORE.get(kind, ()) if kind in OTHERS_OF else ())):
             # 32 heads, as defaults have 32 key heads.
             found[f"{kind}: no {key}"] = changed(base, {key: GONE, "num_attention_heads": 32})
             found[f"{kind}: {key} null"] = changed(base, {key: None})

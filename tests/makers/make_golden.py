@@ -26,6 +26,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     MuseGlimmerConfig,
@@ -292,6 +293,12 @@ FAMILIES = {
         first_k_dense_replace=0,
         norm_topk_prob=False,
         rope_parameters=DEEPSEEK_YARN | dict(mscale=0.7, mscale_all_dim=0.4),
+    ),
+    "ministral": MinistralConfig(
+        **COMMON | dict(num_hidden_layers=4),
+        head_dim=16,
+        sliding_window=5,
+        layer_types=["full_attention"] + ["sliding_attention"] * 3,
     ),
 }
 
