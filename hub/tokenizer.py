@@ -21,6 +21,8 @@ What is read, and what it means: as in transformers 5.24, but where a line says 
   tokenizer.json's without a gap; with tokenizer.model alone they are those of the file. A name
   makes no special token of a single letter, nor of what config.json's vocab_size has no room for;
   transformers makes it one.
+- split_special_tokens is not read: a special token in the text of a prompt is one. In transformers
+  true splits it, in a chat those of the template, too.
 - additional_special_tokens: special, whichever file lists them. transformers overlooks those that
   special_tokens_map.json lists and added_tokens.json numbers.
 - Beginning of a text: what tokenizer.json's post-processor adds, unless add_bos_token says whether
