@@ -63,10 +63,15 @@ def option(default, help: str, low: float = -math.inf, high: float = math.inf, *
 
 
 def check_limits(options) -> None:
-    """ValueError for a number in a dataclass's field that is beyond the field's limits. None: it is
-    not given."""
+    """ValueError for a value in a dataclass's field that is beyond the field's limits, or none of
+    its choices, or of a switch neither true nor false. None: it is not given."""
     for each in fields(options):
         value, limits = getattr(options, each.name), each.metadata
+        if each.type in (bool, bool | None) and value not in (None, True, False):
+            raise ValueError(f"{each.name}={value!r:.60}: want true or false")
+        choices = limits.get("choices")
+        if choices and value is not None and str(value).removeprefix("torch.") not in choices:
+            raise ValueError(f"{each.name}={value!r:.60}: want one of {', '.join(choices)}")
         low, high = limits.get("low", -math.inf), limits.get("high", math.inf)
         if value is None or (low, high) == (-math.inf, math.inf):
             continue

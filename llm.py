@@ -70,7 +70,7 @@ ROUND = dict(choices=INTS)
 SamplingOptions = make_dataclass(
     "SamplingOptions",
     [
-        (each.name, each.type | None, of_generation(None, **(each.metadata | dict(metavar="X"))))
+        (each.name, each.type | None, of_generation(None, **(dict(metavar="X") | each.metadata)))
         for each in fields(Sampling)
     ],
     kw_only=True,
@@ -95,11 +95,6 @@ class CallOptions(SamplingOptions):
 
     def __post_init__(self):
         check_limits(self)
-        for each in fields(self):
-            value, choices = getattr(self, each.name), each.metadata.get("choices")
-            if choices and value is not None and str(value).removeprefix("torch.") not in choices:
-                wanted = ", ".join(choices)
-                raise ValueError(f"{each.name}={value!r:.60}: want one of {wanted}")
         texts = [self.stop] if isinstance(self.stop, str) else self.stop
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"stop={self.stop!r:.60}: want a text, or a list of texts")
@@ -196,9 +191,10 @@ class Options(CallOptions):
                 f"group_size={self.group_size} goes with quantize; a quantized checkpoint has its "
                 "own"
             )
-        if self.draft == "":
+        if self.draft is not None and (not isinstance(self.draft, str | Path) or self.draft == ""):
             raise ValueError(
-                "draft='': want a checkpoint, mtp or prompt-lookup; for no draft, leave the option out"
+                f"draft={self.draft!r:.60}: want a checkpoint, mtp or {', '.join(NAMED)}; for no draft, "
+                "leave the option out"
             )
         for name in ("draft_tokens", "draft_quantize"):
             if not self.draft and (value := getattr(self, name)):
@@ -390,12 +386,19 @@ def make_completions(
             f"{longest} prompt tokens and {new_tokens} new ones exceed {context}, {limit}: "
             "shorten the prompt or lower max_new_tokens"
         )
-    stops = [options.stop] if isinstance(options.stop, str) else options.stop
     return [
-        Completion(text, tokens, tokenizer, new_tokens, stops)
+        make_completion(text, tokens, tokenizer, new_tokens, options)
         for text, tokens in zip(texts, encoded)
         for _ in range(options.num_samples)
     ]
+
+
+def make_completion(
+    text: str, tokens: list[int], tokenizer: Tokenizer, new_tokens: int, options
+) -> Completion:
+    """Of one prompt and its tokens. options: a call's or, in a chat, the command line's."""
+    stops = [options.stop] if isinstance(options.stop, str) else options.stop
+    return Completion(text, tokens, tokenizer, new_tokens, stops)
 
 
 def encode(

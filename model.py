@@ -275,6 +275,8 @@ class Transformer(nn.Module):
                 layer.attn.cache = make(shape, device, dtype)
             else:
                 layer.attn.cache = LastKV() if i in read_by_others else None
+        if any(place not in range(config.n_layer + 1) for place in features):
+            raise ValueError(f"features={features}: want numbers of layers, 0 to {config.n_layer}")
         self.places = features
         shape = batch_size, L, len(features) * config.dim
         self.features = buffer(torch.zeros(shape, device=device, dtype=dtype))

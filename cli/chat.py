@@ -20,7 +20,7 @@ from cli.errors import message_of
 from cli.output import per_token, show
 from cli.prompts import system_messages
 from generate import Sampling
-from llm import LLM, Completion
+from llm import LLM, make_completion
 
 HELP = """\
 /again            draw the last answer anew; greedy, it is the same one
@@ -42,6 +42,7 @@ class Chat:
         self.team = llm.team
         self.sampling = llm._sampling(llm.options)
         self.messages = system_messages(args.system)
+        self.check_room(self.messages)
         self.last = None  # of the last turn: the messages before it, and its text
         self.cached = []  # the tokens whose keys and values the cache has
         self.answers = deque(maxlen=100)  # what the report is of; more would fill the memory
@@ -122,12 +123,14 @@ class Chat:
             case "system":
                 if not self.tokenizer.template:
                     raise ValueError("/system: without a chat template there is no system message")
-                self.messages, self.last = system_messages(text or None), None
+                system = system_messages(text or None)
+                self.check_room(system)
+                self.messages, self.last = system, None
                 now = "the system message is set" if text else "none is set"
                 self.say(f"The conversation is forgotten; {now}.")
             case _ if (option := name.replace("-", "_")) in vars(self.sampling):
                 if text:
-                    self.sampling = replace(self.sampling, **{option: number(text)})
+                    self.sampling = replace(self.sampling, **{option: parsed(text)})
                     (self.llm.speculator or self.llm.engine).set_sampling(self.sampling)
                 self.say(described(self.sampling))
             case _:
@@ -150,7 +153,7 @@ class Chat:
         start = (self.llm.speculator or self.llm.engine).go_back(start, len(self.cached))
         self.llm.engine.keeps_states = True
         limit = min(self.args.max_new_tokens or room, room - len(tokens))
-        answer = Completion(text, tokens, self.tokenizer, limit, self.args.stop)
+        answer = make_completion(text, tokens, self.tokenizer, limit, self.args)
         self.cached = []
         handler = signal.getsignal(signal.SIGINT)
         if self.team.ranks == 1:
@@ -221,6 +224,17 @@ class Chat:
             self.told_dropped = True
         return messages, tokens
 
+    def check_room(self, system: list[dict]) -> None:
+        """ValueError where the system message leaves no room for a turn."""
+        if not system:
+            return
+        n, room = len(self.encode([*system, dict(role="user", content="")])), self.llm.room
+        if n >= room:
+            raise ValueError(
+                f"the system message: {n} tokens leave no room in {room}: shorten it, or raise "
+                "max_seq_length"
+            )
+
     def encode(self, messages: list[dict]) -> list[int]:
         """Without a chat template the messages are one text."""
         if self.tokenizer.template:
@@ -236,8 +250,11 @@ def described(sampling: Sampling) -> str:
     return f"Sampling: {', '.join(said)}{' (greedy)' if sampling.greedy else ''}."
 
 
-def number(text: str) -> int | float | str:
-    """What is no number stays a text, which Sampling refuses."""
+def parsed(text: str) -> int | float | bool | str:
+    """What is no number and no switch stays a text, which Sampling refuses."""
+    switches = dict(true=True, on=True, false=False, off=False)
+    if text.lower() in switches:
+        return switches[text.lower()]
     for kind in int, float:
         with suppress(ValueError):
             return kind(text)
@@ -273,6 +290,8 @@ def read_waiting() -> str:
         finally:
             termios.tcsetattr(stdin, termios.TCSANOW, before)
     # A line that came while input() still read ends with what the key sends; "\0" is Ctrl-D.
+    if waiting and not waiting.strip(b"\0"):
+        raise EOFError
     return waiting.decode(errors="replace").replace("\r", "\n").replace("\0", "")
 
 

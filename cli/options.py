@@ -52,10 +52,11 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args()
         if not unknown:
             return args
-        name, usage = unknown[0].partition("=")[0], self.format_usage()
-        near = near_options(name.lstrip("-"), re.findall(r"--([a-z-]+)", usage))
+        name = unknown[0].partition("=")[0]
+        options = [option[2:] for option in self._option_string_actions if option[:2] == "--"]
+        near = near_options(name.lstrip("-"), options)
         advice = f", did you mean {' or '.join(f'--{option}' for option in near)}?" if near else ""
-        if not name.startswith("-") and "--prompt" in usage:
+        if not name.startswith("-") and "prompt" in options:
             advice = ", want -p before a prompt"
         self.error(f"{name}: no such option{advice}")
 
@@ -106,6 +107,8 @@ def settings(each: Field) -> dict:
     elif Path in kinds:
         found["type"] = place
     elif str not in kinds:
+        if int not in kinds and float not in kinds:
+            raise TypeError(f"{each.name}: no option has a value of {each.type}")
         found["type"] = within(int if int in kinds else float, said["low"], said["high"])
         found["metavar"] = found["metavar"] or "N"
     return found
@@ -195,6 +198,8 @@ class CommandLine(Options):
             )
         if self.system is not None and not (self.chat or self.interactive):
             raise ValueError("--system goes with --chat or --interactive")
+        if self.template_options and not (self.chat or self.interactive):
+            raise ValueError("--template-option goes with --chat or --interactive")
         if self.prompt_file == "":
             raise ValueError("--prompt-file: got '', want a name")
         if self.whole and not self.prompt_file:

@@ -25,7 +25,7 @@ def read_stdin(quiet: bool) -> str:
             text = sys.stdin.buffer.read(MOST_TEXT + 1)
             if len(text) > MOST_TEXT:
                 raise ValueError(f"more than {MOST_TEXT} bytes; give a part of them")
-            return text.decode().replace("\r\n", "\n").removesuffix("\n")
+            return text.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
     finally:
         hint.cancel()
 

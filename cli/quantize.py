@@ -47,7 +47,7 @@ def parse_args() -> Namespace:
     add("--out", type=place, required=True, metavar="DIR", help="the directory to make")
     add(
         *("--quantize", "--bits"),
-        type=lambda text: {"4": "int4", "8": "int8"}.get(text, text),
+        type=lambda text: f"int{text}" if text.isdigit() else text,
         choices=INTS,
         default="int4",
         help="of a weight; --bits 4 and 8 say the same (default: int4)",

@@ -298,11 +298,16 @@ class DFlashCheckpoint(Checkpoint):
             )
         # Its layers are Qwen3's, whatever its target is: model_type may be the target's. layer_types
         # say what Qwen3's use_sliding_window says. Biases: __init__().
+        nested = value_of(hf, "dflash_config", dict, {})
+        if nested.get("is_causal") is None:  # Qwen3 has no such key
+            nested = nested | dict(is_causal=hf.get("is_causal"))
         as_qwen3 = dict(
             model_type="qwen3",
             tie_word_embeddings=False,
             use_sliding_window=False,
             attention_bias=False,
+            is_causal=None,
+            dflash_config=nested,
         )
         return text_settings(hf | as_qwen3)
 

@@ -14,6 +14,8 @@ Shapes: as in model.py and speculative.py; n places, D the head's dim, which may
 target's.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -125,6 +127,9 @@ class HeadDraft(DraftModel):
         if self.vocabulary is None:
             return super().choose(logits)
         n = len(self.vocabulary)
+        if not self.engine.captures:  # rules may name tokens: see generate.probabilities()
+            every = logits.new_full((*logits.shape[:-1], self.vocab_size), -math.inf)
+            return super().choose(every.index_copy(-1, self.vocabulary, logits[..., :n]))
         token, q = super().choose(logits[..., :n])
         return self.vocabulary[token], torch.zeros_like(q).index_copy(1, self.vocabulary, q[:, :n])
 

@@ -162,9 +162,20 @@ def is_file(path: Path, most: int | None = None, inside=True) -> bool:
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
+    """Line ends become "\n"."""
     is_file(path, MOST_TEXT, inside=False)
     with reading_text(path):
-        return path.read_text(encoding)
+        text = read_bytes(path).decode(encoding)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_bytes(path: Path) -> bytes:
+    """ValueError for more than MOST_TEXT. The size of a pipe is not known before."""
+    with path.open("rb") as file:
+        found = file.read(MOST_TEXT + 1)
+    if len(found) > MOST_TEXT:
+        raise ValueError(f"more than {MOST_TEXT} bytes; give a part of them")
+    return found
 
 
 def read_json(path: Path) -> dict:
@@ -792,7 +803,7 @@ def load_model(
 def pass_over(files: dict[str, Place], checkpoint: Checkpoint) -> None:
     """What the model has no place for is left out, as in transformers. One line names what is more
     than leftovers."""
-    strange = sorted(name for name in files if not is_leftover(files, name, checkpoint.config))
+    strange = sorted(name for name in files if not is_leftover(files, name, checkpoint))
     if strange:
         more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
         told = (
@@ -801,16 +812,18 @@ def pass_over(files: dict[str, Place], checkpoint: Checkpoint) -> None:
         print(one_line(f"{checkpoint.directory}: {told}"), file=sys.stderr)
 
 
-def is_leftover(files: dict[str, Place], name: str, config: Config) -> bool:
+def is_leftover(files: dict[str, Place], name: str, checkpoint: Checkpoint) -> bool:
     """Whether a tensor that the model has no place for would change nothing: one by its name, of a
-    layer behind the last, such as DeepSeek's that drafts, keys and values of one that reads
+    layer behind the last that drafts, such as DeepSeek's, keys and values of one that reads
     another's, a tied model's head, one without numbers, and a bias of zeros."""
+    config = checkpoint.config
+    n_drafting = value_of(checkpoint.hf, "num_nextn_predict_layers", int, 0, or_zero=True)
     layer = re.match(r"model\.layers\.(\d+)\.(self_attn\.[kv]_(proj|norm)\.)?", name)
     number, keys = (int(layer[1]), layer[2]) if layer else (0, None)
     if (
         LEFTOVERS.match(name)
-        or number >= config.n_layer
-        or (keys and config.layers[number].kv_of is not None)
+        or config.n_layer <= number < config.n_layer + n_drafting
+        or (keys and number < config.n_layer and config.layers[number].kv_of is not None)
         or (name == HEAD and config.tied)
     ):
         return True

@@ -686,9 +686,8 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
         return muse_layers(hf, full)
     if kind in ("mistral", "ministral3", "phi3", "mixtral"):
         full = replace(full, window=value_of(hf, "sliding_window", int, None, most=MOST_POSITIONS))
-    if kind in ("qwen2", "qwen3", "qwen3_moe", "smollm3"):  # as use_sliding_window is false
-        values_of(hf, "layer_types", ("full_attention",), n, ["full_attention"] * n)
     if kind == "smollm3":
+        values_of(hf, "layer_types", ("full_attention",), n, ["full_attention"] * n)
         nth = 1
         if hf.get("no_rope_layers") is None:
             nth = value_of(hf, "no_rope_layer_interval", int)

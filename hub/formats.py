@@ -97,6 +97,7 @@ from quantize import (
     QuantizedLinear,
     alike,
     default_group,
+    from_numbers,
     group_of,
     in_half,
     join_experts,
@@ -372,14 +373,19 @@ def wanted_block(settings: dict, key: str) -> list[int]:
     return found
 
 
+def whole_numbers() -> dict[int, Codes]:
+    """Bits -> the codes that are whole numbers."""
+    return {of.bits: of for of in CODES.values() if of.decode is from_numbers}
+
+
 def gptq_scheme(settings: dict) -> Scheme:
     layout = wanted(
         settings, "checkpoint_format", ["gptq", "gptq_v2"], settings.get("format", "gptq")
     )
-    bits = wanted(settings, "bits", [4, 8])
+    numbers = whole_numbers()
     return Scheme(
         layout,
-        CODES[f"int{bits}"],
+        numbers[wanted(settings, "bits", [*numbers])],
         wanted_group(settings),
         act_order=bool(settings.get("desc_act")),
     )
@@ -480,8 +486,8 @@ def compressed_tensors_scheme(weights: dict, layouts: dict[str, str]) -> Scheme:
         wanted(weights, "num_bits", [codes.bits], codes.bits)
         wanted(weights, "symmetric", [True], True)
     else:
-        bits = wanted(weights, "num_bits", [4, 8])
-        codes = CODES[f"int{bits}"]
+        numbers = whole_numbers()
+        codes = numbers[wanted(weights, "num_bits", [*numbers])]
     if layout in GROUPS:
         group = wanted(weights, "group_size", [GROUPS[layout]], GROUPS[layout])
         return Scheme(layout, codes, group)
@@ -820,7 +826,7 @@ def read_gptq(matrix: Matrix):
     if matrix.scheme.layout == "gptq":
         # The first version stores zero - 1, taken from whole words: a zero of 0 borrows from its
         # neighbour. Added to whole words, the borrow comes back.
-        zeros = zeros + {4: 0x11111111, 8: 0x01010101}[bits]
+        zeros = zeros + pack(torch.ones(32 // bits), bits)
     return qweight, matrix.read("scales", (C, N)).T, unpack(zeros, bits).T
 
 

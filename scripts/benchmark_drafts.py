@@ -8,6 +8,12 @@ and acceptance. Each drafted token is kept with the same probability: the one wi
 --draft-tokens makes --tokens-per-step.
 """
 
+if __name__ == "__main__":
+    import sys
+
+    print("benchmark_drafts.py is no command: scripts/benchmark.py uses it", file=sys.stderr)
+    raise SystemExit(2)
+
 import gc
 import itertools
 import statistics

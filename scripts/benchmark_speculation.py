@@ -8,6 +8,12 @@ drafts know. An EAGLE head is widened, too; the small draft keeps its own cost.
 Names: tiny is what is bundled, wide what comes of it; d and D are their dims.
 """
 
+if __name__ == "__main__":
+    import sys
+
+    print("benchmark_speculation.py is no command: scripts/benchmark.py uses it", file=sys.stderr)
+    raise SystemExit(2)
+
 import gc
 import itertools
 import statistics

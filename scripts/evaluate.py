@@ -50,12 +50,12 @@ from tqdm import tqdm
 
 from cli.errors import run
 from cli.options import DEVICE, QUANTIZATION, Parser, within
-from hub.checkpoint import MOST_TEXT, is_file, reading
+from hub.checkpoint import read_bytes, reading, reading_text
 from hub.formats import unpack_quantized
 from hub.tokenizer import Tokenizer
 from hub.vet import GIB, memory_advice
-from llm import LLM, Options, import_fast
-from model import Transformer
+from llm import INTS, LLM, Options, import_fast
+from model import CACHES, Transformer
 from tp import world_size
 
 MOST_WORDS = 10**6  # more than a large dictionary's entries
@@ -64,7 +64,8 @@ MOST_WORDS = 10**6  # more than a large dictionary's entries
 def parse_spec(spec: str) -> dict:
     """DIR, DIR:int8, DIR:int4-g64 or, behind any of them, :head-int8 and :kv-int8 -> its part of
     the JSON line; a group size of None is generate.py's default."""
-    form = r"(.*?)(?::(int4|int8)(?:-g(-1|\d+))?)?(?::head-(int4|int8))?(?::kv-(int8|int8-values))?"
+    ints, caches = "|".join(INTS), "|".join(CACHES)
+    form = rf"(.*?)(?::({ints})(?:-g(-1|\d+))?)?(?::head-({ints}))?(?::kv-({caches}))?"
     checkpoint, quantize, group, head, cache = re.fullmatch(form, spec, re.S).groups()
     return dict(
         model=spec,
@@ -366,9 +367,8 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     text = None
     if args.text:
-        is_file(args.text, MOST_TEXT, inside=False)
-        with reading(args.text):
-            text = args.text.read_bytes().decode()  # line ends as they are: bytes count
+        with reading_text(args.text):
+            text = read_bytes(args.text).decode()  # line ends as they are: bytes count
             if not text:
                 raise ValueError("it is empty; want a text")
     group = "" if args.group_size is None else f"-g{args.group_size}"

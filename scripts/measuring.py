@@ -3,6 +3,12 @@ What benchmark.py and benchmark_speculation.py share: engines as the options say
 says of its measurement, and a GPU's clocks.
 """
 
+if __name__ == "__main__":
+    import sys
+
+    print("measuring.py is no command: scripts/benchmark.py uses it", file=sys.stderr)
+    raise SystemExit(2)
+
 import statistics
 import subprocess
 from argparse import Namespace

@@ -3,6 +3,12 @@ Other engines that benchmark.py --against times on a CPU in turns with ours: lla
 transformers' assisted generation. scripts/rivals.py times others on a GPU.
 """
 
+if __name__ == "__main__":
+    import sys
+
+    print("others_on_cpu.py is no command: scripts/benchmark.py uses it", file=sys.stderr)
+    raise SystemExit(2)
+
 import logging
 import statistics
 import subprocess

@@ -9,7 +9,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from cli.output import show
-from fast.experts import FusedMoE
 from generate import Engine, generate
 from llm import Completion
 from helpers import (
@@ -110,6 +109,7 @@ def test_experts_are_compiled_once_for_prompts_of_all_lengths(tmp_path, quantize
     make(tmp_path, "mixtral", num_local_experts=40, num_experts_per_tok=2, intermediate_size=32)
     moe = load_checkpoint(tmp_path, quantize=quantize).layers[0].ffn
     graphs = counters["stats"]
+    FusedMoE = pytest.importorskip("fast.experts").FusedMoE
     for module in (moe, FusedMoE(deepcopy(moe))):
         compiled, before = (
             torch.compile(module, dynamic=True, fullgraph=True, backend="eager"),

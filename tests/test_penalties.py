@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast import engine as fast_engine
 from drafts import make_draft
 from drafts.policies import make_policy
-from fast import use_kernels
 from generate import Engine, Sampling, generate, probabilities
 from helpers import (
     DRAFT,
@@ -129,6 +127,7 @@ def test_penalties_may_come_in_the_middle_of_a_chat(prompts, options):
 
 def test_kernels_see_small_penalties():
     """They read 16 bits, and bf16 has no number between 39.75 and 40."""
+    fast_engine = pytest.importorskip("fast.engine")
     engine = fast_engine.FastEngine(tiny(), 20, 1, with_penalties((1.0, 0.1, 0.0)))
     engine.captures = True
     engine.history[0, 3], engine.begins[0] = 7, 2
@@ -206,8 +205,9 @@ def check_greedy(prompts: list[list[int]], rows: list[list[int]], bound: float) 
 def test_kernels_sample_behind_the_penalties(prompts, monkeypatch):
     """With their plain twins, on a CPU, and a graph that is none. There is one for steps with
     penalties and one for those without, and each serves all their values."""
+    fast_engine = pytest.importorskip("fast.engine")
     made, kind = [], fast_engine.FastEngine
-    monkeypatch.setattr(fast_engine, "optimize", use_kernels)
+    monkeypatch.setattr(fast_engine, "optimize", pytest.importorskip("fast").use_kernels)
     monkeypatch.setattr(kind, "slots", lambda self, n: self.model.slots)  # which the twins need
     monkeypatch.setattr(kind, "capture", lambda self, step, _: made.append(step) or step)
     with torch.compiler.set_stance("force_eager"):

@@ -78,7 +78,6 @@ def parts_of(source: str) -> list[tuple[str, str | None, str | None, str]]:
 def follow(tree: Path, file: str, side: str | None, line: str | None, code: str) -> None:
     path = tree / file
     if side is None:
-        assert not path.exists()
         path.write_text(code)
         return
     lines = path.read_text(encoding="utf-8").split("\n")

@@ -46,6 +46,7 @@ from helpers import (
     tiny,
     with_json,
 )
+from drafts.policies import POLICIES
 from hub.families import config_from_hf
 from llm import of_generation
 from model import Transformer
@@ -242,7 +243,10 @@ MISTAKES = [
     ("--stop ''", "stop='': an empty text"),
     ("--draft-tokens 4", "draft_tokens=4 goes with draft"),
     ("--draft prompt-lookup --draft-quantize int8", "no weights"),
-    (f"--draft {DRAFT} --draft-tokens 40", "draft_tokens='40': want 1 to 32, or auto, hf, bass"),
+    (
+        f"--draft {DRAFT} --draft-tokens 40",
+        f"draft_tokens='40': want 1 to 32, or {', '.join(POLICIES)}",
+    ),
     (f"--draft {DRAFT} --num-samples 99999", "or no draft, help"),
     ("--draft ''", "draft='': want a checkpoint"),
     ("--time-budget 1e-6", "the first token took"),

@@ -262,7 +262,6 @@ def test_yarn_stretches_the_frequencies_of_the_paper():
         'llama3 {"partial_rotary_factor": 0.5}': "partial_rotary_factor=0.5 is not supported: want 1.0",
         'mistral {"model_type": "mistral3"}': "text_config=None: want an object",
         'llama3 {"is_causal": false}': "is_causal=False is not supported: want True",
-        'qwen2 {"layer_types": ["sliding_attention", "full_attention"]}': "layer_types=['sliding_attention', 'full_attention']: want 'full_attention' for each of 2",
         'smollm3 {"layer_types": ["full_attention", "full_attention", "full_attention", "sliding_attention"]}': "want 'full_attention' for each of 4",
         'smollm3 {"no_rope_layers": [1, 0]}': "no_rope_layers",
         'smollm3 {"no_rope_layers": "1"}': "no_rope_layers",
@@ -538,7 +537,7 @@ def test_a_templates_options_come_from_the_user(tmp_path, monkeypatch):
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     given = "mood=so so", "hours=[1, null]"
     monkeypatch.setattr(
-        "sys.argv", ["generate.py", *(f"--template-option={option}" for option in given)]
+        "sys.argv", ["generate.py", "--chat", *(f"--template-option={option}" for option in given)]
     )
     llm = LLM(
         str(directory),
