@@ -227,6 +227,8 @@ def test_a_mistake_in_a_call_is_a_value_error_that_names_it(llm, prompts, option
         (dict(kv_cache="int4"), "kv_cache"),
         (dict(quantize="int4", group_size=7), "7"),
         (dict(draft="/nowhere"), "/nowhere"),
+        (dict(draft=5), "draft=5: want a checkpoint, mtp or prompt-lookup"),
+        (dict(compile="no"), "compile='no': want true or false"),
         *[(dict(stop=stop), "stop=") for stop in (b"a", [b"a"])],
         (dict(device="cuda:²"), "cuda:²"),
     ],

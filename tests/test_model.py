@@ -67,6 +67,9 @@ def test_ragged_batch_over_a_dirty_cache_equals_rows_alone(model, family):
 def test_hidden_states_of_named_places_are_kept_by_position():
     """The first layer's output and the last one's."""
     model, seen = tiny(directory=GOLDEN / "smollm3"), []
+    for places in (-1,), (1, 5):
+        with pytest.raises(ValueError, match="want numbers of layers, 0 to 4"):
+            model.setup(16, 2, features=places)
     model.setup(16, 2, features=(1, 4))
     for layer in model.layers[0], model.layers[3]:
         layer.register_forward_hook(lambda _, inputs, out: seen.append(out))

@@ -148,6 +148,8 @@ def fork(directory: Path) -> Callable:
     def run(*command):
         return ended(command, cwd=tree, PYTHONPATH="")
 
+    quantize = sys.executable, "quantize.py", "--checkpoint", TINY, "--bits", "2", "--out"
+
     return lambda: dict(
         use=run(sys.executable, "-c", program("recipes.py"), TINY, DRAFT, unit),
         layers=run(sys.executable, "-c", program("recipe_layers.py"), TINY, rows8, layers),
@@ -156,6 +158,11 @@ def fork(directory: Path) -> Callable:
         greedy=run(*command, "--temperature", "0"),
         always=run(*command, "--epsilon", "1"),
         refused=run(*command, "--epsilon", "2"),
+        written=[
+            (run(*quantize, out, "--format", of), run(*command, "--checkpoint", out))
+            for of in ("gptq", "compressed-tensors")
+            for out in [directory / of]
+        ],
         help=run(sys.executable, "generate.py", "--help"),
         tests=run(
             sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-k", "not command", *tests
@@ -240,6 +247,8 @@ def test_a_kind_of_codes_of_ones_own(fork, told):
     assert max(products(fork, "int2", w)) < 1e-5
     assert len(told["int2"]) == 20
     assert "int2" in fork["help"].stdout
+    for steps in fork["written"]:  # quantize.py's files, and what generate.py makes of them
+        assert [step.returncode for step in steps] == [0, 0], steps
 
 
 def test_a_quantized_format_of_ones_own(fork):

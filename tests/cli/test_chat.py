@@ -283,6 +283,9 @@ def test_reset_and_system(session):
     assert [m["content"] for m in chat.messages[:2]] == ["Be brief.", "Ho"]
     unset = session("Hello", "/system Be brief.", "/system", "Hi").chat
     assert unset.messages[0]["content"] == "Hi"
+    long = session("Hello", f"/system {'Be brief. ' * 40}", "Hi", length=100)
+    assert "the system message:" in long.err and "leave no room in 100: shorten it" in long.err
+    assert [m["content"] for m in long.chat.messages[::2]] == ["Hello", "Hi"]
     refused = session("/system Be brief.", directory=TINY).err
     assert "/system: without a chat template" in refused
 

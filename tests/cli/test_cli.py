@@ -257,6 +257,9 @@ MISTAKES = [
     ("-p - --prompt-file -", "stdin can be read once"),
     ("--whole", "--whole goes with --prompt-file"),
     ("--system x", "--system goes with --chat"),
+    ("-p Hi --template-option mood=1", "--template-option goes with --chat or --interactive"),
+    ("--promt Hi", "did you mean --prompt?"),
+    ("--prompt-file /dev/zero", "/dev/zero: more than 67108864 bytes"),
     ("--template-option mood", "--template-option: got 'mood', want KEY=VALUE"),
     ("--prompt=a --max_new_tokens 1", "did you mean --max-new-tokens?"),
     ("--nonsense", "--nonsense: no such option; --help lists the options"),
@@ -478,7 +481,7 @@ def test_train_tiny_refuses_before_it_trains_and_deletes_nothing_of_others(
 @pytest.mark.parametrize(
     "line, stdin, prompts",
     [
-        ("", "One\nday\n\n", "One\nday\n"),
+        ("", "\ufeffOne\nday\n\n", "One\nday\n"),
         ("", " \n", "Once upon a time"),
         ("-p Tom --prompt -", "One\nday\n", "Tom|One\nday"),
         ("--prompt-file -", "One day\n\nTom\n", "One day|Tom"),

@@ -456,7 +456,7 @@ def test_rows_that_leave_a_word_of_zero_points_unfilled_are_refused(tmp_path):
         ("w4a16", "transform_config", dict(config_groups=dict(u=1)), "transform_config"),
         ("w4a16", "config_groups.group_0.format", "mxfp8-quantized", "MXFP8 pack-quantized"),
         ("mxfp4-pack", "config_groups.group_0.weights.group_size", 16, "group_size 16 32"),
-        ("w4a16", "config_groups.group_0.weights.num_bits", 3, "num_bits 3 [4, 8]"),
+        ("w4a16", "config_groups.group_0.weights.num_bits", 3, "num_bits 3 [4, 8"),
         ("w4a16", "config_groups.group_0.weights.type", "float", "type float"),
         ("w4a16", "config_groups.group_0.weights.strategy", "tensor_group", "tensor_group"),
         ("w4a16", "config_groups.group_0.weights.dynamic", True, "dynamic True"),
