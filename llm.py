@@ -157,7 +157,7 @@ class Options(CallOptions):
     draft: str | None = of_speculation(
         None,
         "a smaller checkpoint with the same tokenizer, an EAGLE-3 head, mtp (what the checkpoint "
-        "brings), or prompt-lookup",
+        f"brings), or {', '.join(NAMED)}",
         metavar="DRAFT",
     )
     draft_tokens: int | str | None = of_speculation(
@@ -811,9 +811,9 @@ def say_compiling():
 
 
 def make_options(kind: type, given: dict):
-    """An instance of a dataclass of options. ValueError for a name that it lacks."""
+    """An instance of a dataclass of options. None: not given. ValueError for a name that it lacks."""
     check_names(kind, given)
-    return kind(**given)
+    return kind(**{name: value for name, value in given.items() if value is not None})
 
 
 def check_names(kind: type, given: dict) -> None:

@@ -155,7 +155,8 @@ class Config:
         # hub/families.py, below: "llama": {},
         "unit_llama": dict(state_length=3.0),
 
-    fast/ does not know the field: where it has another value, this file decodes."""
+    A value that config.json gives is read in config_from_hf() there. fast/ does not know the field:
+    where it has another value, this file decodes."""
 
     dim: int
     layers: tuple[LayerConfig, ...]

@@ -151,6 +151,8 @@ def is_file(path: Path, most: int | None = None, inside=True) -> bool:
     Weights, without `most`, may be links, as they may lie on another disk."""
     if not path.exists():
         return False
+    if inside and not path.is_file():
+        raise ValueError(f"{path}: want a file")
     if most and inside and not is_inside(path):
         raise ValueError(
             f"{path}: a link to {path.resolve()}, out of its directory; copy the file itself there"
@@ -708,6 +710,8 @@ def open_shard(path: Path):
     page cache). ValueError for half a download."""
     if not path.exists():
         raise ValueError(f"no such file, though {INDEX} names it; fetch the checkpoint again")
+    if not path.is_file():
+        raise ValueError("want a file")
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:

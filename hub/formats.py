@@ -82,6 +82,7 @@ from hub.checkpoint import (
     reading,
     take,
 )
+from hub.families import value_of
 from hub.vet import free_memory
 from model import DeltaCache, KVCache, Transformer
 from quantize import (
@@ -341,19 +342,14 @@ def wanted(settings: dict, key: str, values: list, default=None):
     if found not in values:
         told = f"{found} {settings.get('quant_algo')}".lower()  # modelopt's own key
         known = next((f" ({name})" for part, name in OTHERS.items() if part in told), "")
-        raise ValueError(
-            f"quantization_config: {key} {found!r}{known} is not supported, want one of {values}"
-        )
+        raise ValueError(f"{key} {found!r}{known} is not supported, want one of {values}")
     return values[values.index(found)]  # 4 where the file has 4.0
 
 
 def wanted_group(settings: dict) -> int:
     found = settings.get("group_size", -1)
     if type(found) is not int or found != -1 and found not in range(32, 2**20 + 1, 32):
-        raise ValueError(
-            f"quantization_config: group_size {found!r:.60} is not supported, want -1 or a "
-            f"multiple of 32"
-        )
+        raise ValueError(f"group_size {found!r:.60} is not supported, want -1 or a multiple of 32")
     return found
 
 
@@ -366,10 +362,7 @@ def wanted_block(settings: dict, key: str) -> list[int]:
         or min(found) < 1
         or found[1] % 32
     ):
-        raise ValueError(
-            f"quantization_config: {key} {found!r} is not supported, want [rows, inputs], inputs % "
-            f"32 = 0"
-        )
+        raise ValueError(f"{key} {found!r} is not supported, want [rows, inputs], inputs % 32 = 0")
     return found
 
 
@@ -515,7 +508,9 @@ RULES = {
 
 
 def written_settings(checkpoint: Checkpoint) -> dict:
-    return checkpoint.hf.get("quantization_config") or checkpoint.hf.get("compression_config") or {}
+    with reading(checkpoint.directory / "config.json"):
+        keys = "quantization_config", "compression_config"
+        return next(filter(None, (value_of(checkpoint.hf, key, dict, {}) for key in keys)), {})
 
 
 def more_than_weights(checkpoint: Checkpoint) -> bool:

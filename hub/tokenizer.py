@@ -50,9 +50,11 @@ What is read, and what it means: as in transformers 5.24, but where a line says 
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -123,9 +125,14 @@ def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=Fa
     )
 
 
-def render_template(template: str, values: dict) -> str:
+@cache  # once
+def say_unread(name: str) -> None:
+    print(f"template_options: the chat template reads no {name}", file=sys.stderr)
+
+
+def render_template(template: str, values: dict, options: Iterable[str] = ()) -> str:
     """jinja2's sandbox keeps a template from other code, but not from taking all time and
-    memory."""
+    memory. options: names among the values of which a line says that the template reads none."""
     from jinja2 import TemplateError, ext, meta, nodes, sandbox
 
     def raise_exception(message: str):
@@ -149,17 +156,21 @@ def render_template(template: str, values: dict) -> str:
     env.filters["tojson"] = tojson
     env.globals["raise_exception"] = raise_exception
     env.globals["strftime_now"] = datetime.now().strftime
-    if values["tools"] and "tools" not in meta.find_undeclared_variables(env.parse(template)):
+    read = meta.find_undeclared_variables(env.parse(template))
+    if values["tools"] and "tools" not in read:
         raise ValueError("it reads no tools: leave them out, or take a model that knows some")
+    for name in options:
+        if name not in read:
+            say_unread(name)
     return env.from_string(template).render(values)
 
 
-def render_parts(template: str, values: dict) -> str:
+def render_parts(template: str, values: dict, options: Iterable[str]) -> str:
     """render_template() of messages whose content may be a list of text parts."""
     contents = [message.get("content") for message in values["messages"]]
     lists = [repr(content) for content in contents if isinstance(content, list)]
     if not lists:
-        return render_template(template, values)
+        return render_template(template, values, options)
     # A template that knows no parts fails over them, or writes the list as Python does.
     with suppress(Exception):
         text = render_template(template, values)
@@ -308,7 +319,7 @@ class Tokenizer:
         values |= {key: mark(values[key]) for key in ("messages", "tools", "documents")}
         template = self.find_template(values["tools"])
         with reading("the chat template"):
-            return render_parts(template, values)
+            return render_parts(template, values, self.template_options)
 
     def find_template(self, tools: list[dict] | None) -> str | None:
         """Of several templates, which have names, the one for tools where there are some."""

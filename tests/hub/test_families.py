@@ -531,7 +531,7 @@ TEMPLATE = (
 )
 
 
-def test_a_templates_options_come_from_the_user(tmp_path, monkeypatch):
+def test_a_templates_options_come_from_the_user(tmp_path, monkeypatch, capsys):
     """Beside a block that marks an answer for training."""
     directory = with_template(tmp_path / "tiny")
     (directory / "chat_template.jinja").write_text(TEMPLATE)
@@ -547,6 +547,10 @@ def test_a_templates_options_come_from_the_user(tmp_path, monkeypatch):
     )
     messages = [dict(role="user", content="Hi"), dict(role="assistant", content="Ho")]
     assert llm.tokenizer.render(messages) == "Hi;Ho;so so [1, null]"
+    assert capsys.readouterr().err == ""
+    llm.tokenizer.template_options = dict(moods="so so", hours=1)
+    assert llm.tokenizer.render(messages) == "Hi;Ho;calm 1"
+    assert capsys.readouterr().err == "template_options: the chat template reads no moods\n"
 
 
 @pytest.mark.parametrize(
