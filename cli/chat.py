@@ -48,6 +48,7 @@ class Chat:
         self.answers = deque(maxlen=100)  # what the report is of; more would fill the memory
         self.told_dropped = False
         self.readline = None
+        self.typed = ""  # during the answer
 
     def run(self) -> deque:
         """Answers until the user leaves. Returns the last answers, a Completion each."""
@@ -101,7 +102,10 @@ class Chat:
         sends what is pasted then as if it were typed. If the last of them is not ended, the user
         goes on with it."""
         if self.readline:
-            waiting = read_waiting()
+            waiting, self.typed = self.typed + read_waiting(), ""
+            if waiting and not waiting.strip(ENDS):
+                raise EOFError
+            waiting = edited(waiting)
             if waiting.endswith("\n"):
                 print(f"> {waiting}", end="")
                 return waiting.removesuffix("\n")
@@ -182,7 +186,8 @@ class Chat:
     @contextmanager
     def without_echo(self):
         """What is typed or pasted meanwhile is not shown in the middle of the answer: read_turn()
-        shows it. Ranks may end at any time, and would leave the terminal so."""
+        shows it. Nor does the terminal edit it by lines, which it would cut at 4,095 bytes. Ranks
+        may end at any time, and would leave the terminal so."""
         if not (self.readline and on_terminal()) or self.team.ranks > 1:
             yield
             return
@@ -190,10 +195,11 @@ class Chat:
 
         before = termios.tcgetattr(sys.stdin)
         silent = [*before]
-        silent[3] &= ~termios.ECHO  # of the local modes
+        silent[3] &= ~(termios.ECHO | termios.ICANON)  # of the local modes
         try:
             termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
             yield
+            self.typed = read_waiting()
         finally:
             termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
@@ -275,8 +281,22 @@ def dim(text: str) -> str:
     return text if is_dumb() or os.environ.get("NO_COLOR") else f"\x1b[2m{text}\x1b[0m"
 
 
+ENDS = "\0\x04"  # Ctrl-D, as it comes from a terminal that edits lines, and from one that does not
+
+
+def edited(text: str) -> str:
+    """What is left where Backspace, which did nothing yet, takes away what stands before it."""
+    made = []
+    for character in text:
+        if character not in "\b\x7f" + ENDS:
+            made.append(character)
+        elif character not in ENDS and made and made[-1] != "\n":
+            made.pop()
+    return "".join(made)
+
+
 def read_waiting() -> str:
-    """What waits on the terminal, if that is a line or more."""
+    """What waits on the terminal."""
     import termios
     import tty
 
@@ -289,10 +309,8 @@ def read_waiting() -> str:
                 waiting += os.read(stdin, 2**16)
         finally:
             termios.tcsetattr(stdin, termios.TCSANOW, before)
-    # A line that came while input() still read ends with what the key sends; "\0" is Ctrl-D.
-    if waiting and not waiting.strip(b"\0"):
-        raise EOFError
-    return waiting.decode(errors="replace").replace("\r", "\n").replace("\0", "")
+    # A line that came while input() still read ends with what the key sends.
+    return waiting.decode(errors="replace").replace("\r", "\n")
 
 
 def system_of(messages: list[dict]) -> list[dict]:

@@ -440,3 +440,11 @@ def test_lines_that_come_during_an_answer_are_one_turn(terminal):
     terminal.type(" and six\r", "tokens/s(?s:.*)> ")
     assert terminal.left() == ["Hello fox", "one\ntwo\nthree", "four\nfive and six"]
     assert "\x1b" not in terminal.screen
+
+
+@pytest.mark.parametrize("terminal", [(100, "dumb")], indirect=True)
+def test_a_long_line_that_comes_during_an_answer_is_whole_and_backspace_and_ctrl_d_work(terminal):
+    """A terminal that edits lines keeps 4,095 bytes of one. What is typed before is the first."""
+    terminal.type(f"{'fox ' * 1500}the endd\x7f.\r", r"the end\.(?s:.*)leave no room(?s:.*)> ")
+    terminal.type("Hi\r", r"Hi\r\n(?s:.*)\w+ \w+ ")
+    assert terminal.left() == ["Hello fox", f"{'fox ' * 1500}the end.", "Hi"]
