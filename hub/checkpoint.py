@@ -164,7 +164,7 @@ def is_file(path: Path, most: int | None = None, inside=True) -> bool:
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """Line ends become "\n"."""
+    """Line ends of any system become newlines."""
     is_file(path, MOST_TEXT, inside=False)
     with reading_text(path):
         text = read_bytes(path).decode(encoding)

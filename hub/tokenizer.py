@@ -156,7 +156,8 @@ def render_template(template: str, values: dict, options: Iterable[str] = ()) ->
     env.filters["tojson"] = tojson
     env.globals["raise_exception"] = raise_exception
     env.globals["strftime_now"] = datetime.now().strftime
-    read = meta.find_undeclared_variables(env.parse(template))
+    asked = values["tools"] or options
+    read = meta.find_undeclared_variables(env.parse(template)) if asked else ()
     if values["tools"] and "tools" not in read:
         raise ValueError("it reads no tools: leave them out, or take a model that knows some")
     for name in options:
