@@ -534,7 +534,10 @@ class SentencePiece:
         model = path.read_bytes()
         if prefix_space is not None:
             model += PREFIX_SPACE + bytes([prefix_space])
-        self.processor = processor = SentencePieceProcessor(model_proto=model)
+        try:
+            self.processor = processor = SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:  # in words of its source code
+            raise ValueError(f"half downloaded, or damaged ({error}); fetch it again") from error
         self.inner = SentencePieceProcessor(model_proto=model + PREFIX_SPACE + bytes([False]))
         self.behind = self.processor if legacy else self.inner
         self.size = processor.vocab_size()

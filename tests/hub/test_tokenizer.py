@@ -429,7 +429,7 @@ def test_tokens_beyond_the_vocabulary_of_the_model_are_refused(tmp_path):
 
 DAMAGED = """
 tokenizer.model -> no tokenizer.json fetch
-tokenizer.model garbage
+tokenizer.model garbage -> damaged fetch
 tokenizer.json {}
 chat_template.jinja \xff
 generation_config.json {
