@@ -481,7 +481,7 @@ class LLM:
         name, self.team = join(options.device)
         self.device = vet.find_device(name, options.compile)
         self.dtype = vet.find_dtype(options.dtype, self.device)
-        opened = self.checkpoint, self.tokenizer = vet.open_checkpoint(checkpoint)
+        opened = self.checkpoint, self.tokenizer = vet.open_checkpoint(options.checkpoint)
         self.tokenizer.template_options = options.template_options or {}
         self.recommended, said = read_sampling(self.checkpoint)
         if said and not self.team.rank:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from select import select
+from threading import Event, Thread
 
 from cli.errors import message_of
 from cli.output import per_token, show
@@ -48,7 +49,7 @@ class Chat:
         self.answers = deque(maxlen=100)  # what the report is of; more would fill the memory
         self.told_dropped = False
         self.readline = None
-        self.typed = ""  # during the answer
+        self.typed = b""  # during the answer
 
     def run(self) -> deque:
         """Answers until the user leaves. Returns the last answers, a Completion each."""
@@ -102,9 +103,11 @@ class Chat:
         sends what is pasted then as if it were typed. If the last of them is not ended, the user
         goes on with it."""
         if self.readline:
-            waiting, self.typed = self.typed + read_waiting(), ""
+            waiting, self.typed = self.typed + read_waiting(), b""
             if waiting and not waiting.strip(ENDS):
                 raise EOFError
+            if waiting.rstrip(ENDS).endswith((b"\r", b"\n")) and waiting[-1:] in ENDS:
+                self.typed = waiting[-1:]  # the next turn ends the chat
             waiting = edited(waiting)
             if waiting.endswith("\n"):
                 print(f"> {waiting}", end="")
@@ -186,8 +189,9 @@ class Chat:
     @contextmanager
     def without_echo(self):
         """What is typed or pasted meanwhile is not shown in the middle of the answer: read_turn()
-        shows it. Nor does the terminal edit it by lines, which it would cut at 4,095 bytes. Ranks
-        may end at any time, and would leave the terminal so."""
+        shows it. Nor does the terminal edit it by lines, which it would cut at 4,095 bytes; it is
+        read at once, as behind more than that Ctrl-C would wait, too. Ranks may end at any time, and
+        would leave the terminal so."""
         if not (self.readline and on_terminal()) or self.team.ranks > 1:
             yield
             return
@@ -196,12 +200,26 @@ class Chat:
         before = termios.tcgetattr(sys.stdin)
         silent = [*before]
         silent[3] &= ~(termios.ECHO | termios.ICANON)  # of the local modes
+        done = Event()
+
+        def read():
+            while not done.is_set() and not sys.stdin.closed:
+                if select([sys.stdin], [], [], 0.05)[0]:
+                    found = os.read(sys.stdin.fileno(), 2**16)
+                    self.typed += found
+                    if not found:  # the terminal is gone
+                        return
+
+        reader = Thread(target=read, daemon=True)
         try:
             termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+            reader.start()
             yield
-            self.typed = read_waiting()
         finally:
             termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+            done.set()
+            if reader.is_alive():  # a signal may come before it is
+                reader.join()
 
     def fit(self, messages: list[dict]) -> tuple[list[dict], list[int]]:
         """The messages and their tokens. Where these leave little room for an answer, the oldest
@@ -234,7 +252,7 @@ class Chat:
         """ValueError where the system message leaves no room for a turn."""
         if not system:
             return
-        n, room = len(self.encode([*system, dict(role="user", content="")])), self.llm.room
+        n, room = len(self.encode([*system, dict(role="user", content="x")])), self.llm.room
         if n >= room:
             raise ValueError(
                 f"the system message: {n} tokens leave no room in {room}: shorten it, or raise "
@@ -281,21 +299,25 @@ def dim(text: str) -> str:
     return text if is_dumb() or os.environ.get("NO_COLOR") else f"\x1b[2m{text}\x1b[0m"
 
 
-ENDS = "\0\x04"  # Ctrl-D, as it comes from a terminal that edits lines, and from one that does not
+ENDS = b"\0\x04"  # Ctrl-D, as it comes from a terminal that edits lines, and from one that does not
+# Keys that take away what stands before them in its line -> what they take.
+ERASE = {"\b": r".?$", "\x7f": r".?$", "\x15": r".*$", "\x17": r"\S*\s*$"}
 
 
-def edited(text: str) -> str:
-    """What is left where Backspace, which did nothing yet, takes away what stands before it."""
-    made = []
-    for character in text:
-        if character not in "\b\x7f" + ENDS:
-            made.append(character)
-        elif character not in ENDS and made and made[-1] != "\n":
-            made.pop()
-    return "".join(made)
+def edited(typed: bytes) -> str:
+    """The text that keys make which did nothing yet: Backspace, Ctrl-U and Ctrl-W."""
+    lines = [""]
+    for key in typed.translate(None, ENDS).decode(errors="replace").replace("\r", "\n"):
+        if key == "\n":
+            lines.append("")
+        elif key in ERASE:
+            lines[-1] = re.sub(ERASE[key], "", lines[-1], count=1)
+        else:
+            lines[-1] += key
+    return "\n".join(lines)
 
 
-def read_waiting() -> str:
+def read_waiting() -> bytes:
     """What waits on the terminal."""
     import termios
     import tty
@@ -309,8 +331,7 @@ def read_waiting() -> str:
                 waiting += os.read(stdin, 2**16)
         finally:
             termios.tcsetattr(stdin, termios.TCSANOW, before)
-    # A line that came while input() still read ends with what the key sends.
-    return waiting.decode(errors="replace").replace("\r", "\n")
+    return waiting
 
 
 def system_of(messages: list[dict]) -> list[dict]:

@@ -40,9 +40,10 @@ def main():
     llm = LLM(load=False, **{each.name: getattr(args, each.name) for each in fields(Options)})
     if sys.stderr.isatty():
         llm.progress = progress
-    if (args.chat or args.system is not None) and not llm.tokenizer.template:
+    wants_template = args.chat or args.system is not None or args.template_options
+    if wants_template and not llm.tokenizer.template:
         raise ValueError(
-            f"--chat, --system: {args.checkpoint} has no chat template; without them its text is "
+            f"--chat, --system, --template-option: {args.checkpoint} has no chat template; without them its text is "
             f"continued"
         )
     if args.show_thinking and not llm.tokenizer.parts:

@@ -19,6 +19,7 @@ import math
 import torch
 from torch import Tensor
 
+from generate import draw, probabilities
 from model import Transformer
 from speculative import DraftModel
 
@@ -127,9 +128,13 @@ class HeadDraft(DraftModel):
         if self.vocabulary is None:
             return super().choose(logits)
         n = len(self.vocabulary)
-        if not self.engine.captures:  # rules may name tokens: see generate.probabilities()
-            every = logits.new_full((*logits.shape[:-1], self.vocab_size), -math.inf)
-            return super().choose(every.index_copy(-1, self.vocabulary, logits[..., :n]))
+        if not self.engine.captures:
+            # probabilities() may have rules of a fork, which name the target's tokens. The noise is
+            # the kernels', of the draft's.
+            known = logits[:, -1, :n].float()
+            every = known.new_full((len(known), self.vocab_size), -math.inf)
+            q = probabilities(every.index_copy(1, self.vocabulary, known), self.engine.sampling)
+            return self.vocabulary[draw(q[:, self.vocabulary], self.engine.sampling)], q
         token, q = super().choose(logits[..., :n])
         return self.vocabulary[token], torch.zeros_like(q).index_copy(1, self.vocabulary, q[:, :n])
 

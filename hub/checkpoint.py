@@ -15,7 +15,7 @@ What is read, and what it means (as in transformers 5.24, but where a line says 
   With an index model.safetensors is opened only if the index names it; transformers takes it first.
 - "model." may be missing from the names, and language_model. may stand in them.
 - What the model has no place for is left out. A line names what is more than LEFTOVERS, layers
-  behind the last, keys and values of layers that read another's, a tied head, tensors without
+  behind the last that draft, keys and values of layers that read another's, a tied head, tensors without
   numbers and biases of zeros.
 - A weight of the model that is missing is refused: transformers draws one, with a warning.
 - Whether the output head is the embedding: see hub/__init__.py.
@@ -807,7 +807,12 @@ def load_model(
 def pass_over(files: dict[str, Place], checkpoint: Checkpoint) -> None:
     """What the model has no place for is left out, as in transformers. One line names what is more
     than leftovers."""
-    strange = sorted(name for name in files if not is_leftover(files, name, checkpoint))
+    config = checkpoint.config
+    with reading(checkpoint.directory / "config.json"):
+        drafting = int(config.layers[-1].latent is not None)  # as DeepSeek's class has it
+        drafting = value_of(checkpoint.hf, "num_nextn_predict_layers", int, drafting, or_zero=True)
+    behind = range(config.n_layer, config.n_layer + drafting)
+    strange = sorted(name for name in files if not is_leftover(files, name, config, behind))
     if strange:
         more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
         told = (
@@ -816,17 +821,15 @@ def pass_over(files: dict[str, Place], checkpoint: Checkpoint) -> None:
         print(one_line(f"{checkpoint.directory}: {told}"), file=sys.stderr)
 
 
-def is_leftover(files: dict[str, Place], name: str, checkpoint: Checkpoint) -> bool:
+def is_leftover(files: dict[str, Place], name: str, config: Config, behind: range) -> bool:
     """Whether a tensor that the model has no place for would change nothing: one by its name, of a
-    layer behind the last that drafts, such as DeepSeek's, keys and values of one that reads
+    layer `behind` the last that drafts, such as DeepSeek's, keys and values of one that reads
     another's, a tied model's head, one without numbers, and a bias of zeros."""
-    config = checkpoint.config
-    n_drafting = value_of(checkpoint.hf, "num_nextn_predict_layers", int, 0, or_zero=True)
     layer = re.match(r"model\.layers\.(\d+)\.(self_attn\.[kv]_(proj|norm)\.)?", name)
     number, keys = (int(layer[1]), layer[2]) if layer else (0, None)
     if (
         LEFTOVERS.match(name)
-        or config.n_layer <= number < config.n_layer + n_drafting
+        or number in behind
         or (keys and number < config.n_layer and config.layers[number].kv_of is not None)
         or (name == HEAD and config.tied)
     ):

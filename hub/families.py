@@ -544,9 +544,11 @@ def text_settings(hf: dict) -> dict:
             tied = value_of(hf, "tie_word_embeddings", bool, False) or tied
         else:
             tied = value_of(hf, "tie_word_embeddings", bool, tied)
+        if kind == "mistral":  # its class reads none, and AutoConfig's rule is for a whole model
+            text = {key: value for key, value in text.items() if key != "layer_types"}
         whole = {key: hf[key] for key in OF_THE_WHOLE if hf.get(key) is not None}
         settings = text | whole | dict(tie_word_embeddings=tied)
-    elif kind == "mistral" and "layer_types" in hf:  # Ministral-8B's; so has it AutoConfig
+    elif kind == "mistral" and "layer_types" in hf:  # Ministral-8B's, as AutoConfig has it
         kind = "ministral"
     settings = DEFAULTS.get(kind, {}) | settings | dict(model_type=kind)
     supported = SUPPORTED | SUPPORTED_BY.get(kind, {})

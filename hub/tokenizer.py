@@ -174,14 +174,14 @@ def render_parts(template: str, values: dict, options: Iterable[str]) -> str:
         return render_template(template, values, options)
     # A template that knows no parts fails over them, or writes the list as Python does.
     with suppress(Exception):
-        text = render_template(template, values)
+        text = render_template(template, values, options)
         if not any(written in text for written in lists):
             return text
     joined = [
         message | dict(content=text_of(message)) if "content" in message else message
         for message in values["messages"]
     ]
-    return render_template(template, values | dict(messages=joined))
+    return render_template(template, values | dict(messages=joined), options)
 
 
 class Tokenizer:

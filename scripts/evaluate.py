@@ -64,7 +64,7 @@ MOST_WORDS = 10**6  # more than a large dictionary's entries
 def parse_spec(spec: str) -> dict:
     """DIR, DIR:int8, DIR:int4-g64 or, behind any of them, :head-int8 and :kv-int8 -> its part of
     the JSON line; a group size of None is generate.py's default."""
-    ints, caches = "|".join(INTS), "|".join(CACHES)
+    ints, caches = "|".join(INTS), "|".join([*CACHES][1:])
     form = rf"(.*?)(?::({ints})(?:-g(-1|\d+))?)?(?::head-({ints}))?(?::kv-({caches}))?"
     checkpoint, quantize, group, head, cache = re.fullmatch(form, spec, re.S).groups()
     return dict(

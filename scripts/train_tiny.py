@@ -103,7 +103,7 @@ BLOCK_PLACES = 2, 3, 4  # whose hidden states it reads
 
 
 def read_stories(path: Path) -> list[str]:
-    is_file(path)
+    is_file(path, inside=False)
     with reading(path):
         text = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
         return [

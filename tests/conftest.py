@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import sys
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -116,13 +117,13 @@ def outcome(function: Callable, *args):
     """What it returns or, for the tests that ask for it alone, raises."""
     try:
         return function(*args)
-    except Exception as error:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+    except (Exception, pytest.skip.Exception, pytest.fail.Exception):
+        return RuntimeError(traceback.format_exc())
 
 
 def given(result):
     if isinstance(result, RuntimeError):
-        raise result
+        raise RuntimeError(*result.args)
     return result
 
 

@@ -547,6 +547,9 @@ def cases() -> dict[str, dict]:
             found[f"{whole}, {kind}: keys above"] = dict(
                 above, model_type=whole, text_config=changed(below, dict(rope_theta=GONE))
             )
+            if kind == "mistral":
+                named = changed(text, dict(layer_types=[S, F, S, F]))
+                found[f"{whole}, {kind}: layers named"] = dict(model_type=whole, text_config=named)
             found[f"{whole}, {kind}: no key"] = dict(
                 model_type=whole, text_config=changed({}, dict(model_type=kind or GONE))
             )

@@ -77,7 +77,7 @@ class Session:
         monkeypatch.setattr(builtins, "input", typed)
         for stream in (sys.stdin, sys.stdout):
             monkeypatch.setattr(stream, "isatty", lambda: terminal)
-        monkeypatch.setattr("cli.chat.read_waiting", lambda: "")
+        monkeypatch.setattr("cli.chat.read_waiting", lambda: b"")
         monkeypatch.setattr(Chat, "without_echo", nullcontext)
         options = (
             dict(max_new_tokens=12, stop=[], system=None, quiet=False, show_thinking=False)
@@ -445,6 +445,7 @@ def test_lines_that_come_during_an_answer_are_one_turn(terminal):
 @pytest.mark.parametrize("terminal", [(100, "dumb")], indirect=True)
 def test_a_long_line_that_comes_during_an_answer_is_whole_and_backspace_and_ctrl_d_work(terminal):
     """A terminal that edits lines keeps 4,095 bytes of one. What is typed before is the first."""
-    terminal.type(f"{'fox ' * 1500}the endd\x7f.\r", r"the end\.(?s:.*)leave no room(?s:.*)> ")
+    terminal.type(f"{'fox ' * 1500}a\x15{'fox ' * 1500}the endd\x7f no\x17.\r", r"the end \.")
+    terminal.read("leave no room(?s:.*)> ")
     terminal.type("Hi\r", r"Hi\r\n(?s:.*)\w+ \w+ ")
-    assert terminal.left() == ["Hello fox", f"{'fox ' * 1500}the end.", "Hi"]
+    assert terminal.left() == ["Hello fox", f"{'fox ' * 1500}the end .", "Hi"]
