@@ -305,7 +305,7 @@ ERASE = {"\b": r".?$", "\x7f": r".?$", "\x15": r".*$", "\x17": r"\S*\s*$"}
 
 
 def edited(typed: bytes) -> str:
-    """The text that keys make which did nothing yet: Backspace, Ctrl-U and Ctrl-W."""
+    """What was typed while the terminal did not edit: Backspace, Ctrl-U and Ctrl-W are done here."""
     lines = [""]
     for key in typed.translate(None, ENDS).decode(errors="replace").replace("\r", "\n"):
         if key == "\n":

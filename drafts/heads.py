@@ -129,8 +129,8 @@ class HeadDraft(DraftModel):
             return super().choose(logits)
         n = len(self.vocabulary)
         if not self.engine.captures:
-            # probabilities() may have rules of a fork, which name the target's tokens. The noise is
-            # the kernels', of the draft's.
+            # A fork's rule in probabilities() may name tokens, by the target's numbers. Noise is for
+            # the draft's tokens alone, as where kernels draw: a seed then gives the same here.
             known = logits[:, -1, :n].float()
             every = known.new_full((len(known), self.vocab_size), -math.inf)
             q = probabilities(every.index_copy(1, self.vocabulary, known), self.engine.sampling)

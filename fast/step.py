@@ -99,7 +99,8 @@ step_base.cu).
 BENCHMARKS.md has a layer's times, with launches and in one launch. A mixture's products are small,
 and gain most. Dense layers gain less the larger they are, as their bytes take far longer than the
 gaps between launches: why_slower() lets through sizes and formats of which some model was measured,
-and gained at least in short texts. Mixtral's experts are too wide: their inputs leave no room for a ring (stages()).
+and gained at least in short texts. Mixtral's experts are too wide: their inputs leave no room for a
+ring (stages()).
 
 BENCHMARKS.md says, too, what a layer saves if a part is left out. Where the time of a layer of
 Qwen3-30B-A3B in int4 went in an earlier version of 21.4 us, by time stamps of a warp of several
